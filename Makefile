@@ -115,8 +115,8 @@ GPU_TURNS ?= 5
 GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8")
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest $(GPU_JOBS) -p no:cacheprovider -o addopts= -o filterwarnings=default -q $(GPU_TESTS)
-	mkdir -p benchmarks/results
-	PYTHONPATH=. $(PYTHON) -m speedlight.tools.gpu --turns $(GPU_TURNS) -o benchmarks/results
+	mkdir -p benchmarks/results/gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/run.py gpu --turns $(GPU_TURNS) -o benchmarks/results/gpu
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -101,73 +101,34 @@ if TYPE_CHECKING:
     from .problem.options import AttentionOptions
     from .problem.plan import Plan
 
-    Sequence = PagedSequence  # its name until 0.2
-
 __version__ = "0.1.0"
 ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
 
-_HOMES = {
-    "append_paged": "calls.append_paged",
-    "attention": "front",
-    "attention_backward": "calls.backward",
-    "attention_paged": "calls.paged",
-    "merge": "calls.merge",
-    "merge_states": "calls.merge",
-    "plan": "calls.plan",
-    "rotary": "calls.rotary",
-    "synchronize": "engines",
-    "Plan": "problem.plan",
-    "KVCache": "kv.cache",
-    "PagePool": "kv.pool",
-    "PagedSequence": "kv.sequence",
-    "CacheBusy": "errors",
-    "CacheFull": "errors",
-    "CommunicationError": "errors",
-    "set_threads": "cpu.runtime.workers",
-    "get_threads": "cpu.runtime.workers",
-    "Error": "errors",
-    "ArgumentError": "errors",
-    "ArgumentTypeError": "errors",
-    "UnsupportedError": "errors",
-    "CompileError": "errors",
-    "FileError": "errors",
-    "ReservationError": "errors",
-    "AttentionOptions": "problem.options",
-    "Expression": "expressions.tracing",
-    "MaskFunction": "expressions.tracing",
-    "ScoreFunction": "expressions.tracing",
-    "Symbol": "expressions.symbols",
-    "Table": "expressions.tables",
-    "abs": "expressions.functions",
-    "cast": "expressions.symbols",
-    "cos": "expressions.functions",
-    "erf": "expressions.functions",
-    "exp": "expressions.functions",
-    "exp2": "expressions.functions",
-    "expression": "expressions.tracing",
-    "floor": "expressions.functions",
-    "log": "expressions.functions",
-    "log2": "expressions.functions",
-    "maximum": "expressions.functions",
-    "minimum": "expressions.functions",
-    "sigmoid": "expressions.functions",
-    "sin": "expressions.functions",
-    "sqrt": "expressions.functions",
-    "table": "expressions.tables",
-    "tan": "expressions.functions",
-    "tanh": "expressions.functions",
-    "where": "expressions.symbols",
-    "alibi": "expressions.patterns",
-    "causal": "expressions.patterns",
-    "dilated": "expressions.patterns",
-    "documents": "expressions.patterns",
-    "padding": "expressions.patterns",
-    "prefix": "expressions.patterns",
-    "relative_bias": "expressions.patterns",
-    "softcap": "expressions.patterns",
-    "window": "expressions.patterns",
-    "ExpressionError": "errors",
-}
+_NAMES = {
+    "calls.append_paged": "append_paged",
+    "front": "attention",
+    "calls.backward": "attention_backward",
+    "calls.paged": "attention_paged",
+    "calls.merge": "merge merge_states",
+    "calls.plan": "plan",
+    "calls.rotary": "rotary",
+    "engines": "synchronize",
+    "problem.plan": "Plan",
+    "kv.cache": "KVCache",
+    "kv.pool": "PagePool",
+    "kv.sequence": "PagedSequence",
+    "errors": (
+        "CacheBusy CacheFull CommunicationError Error ArgumentError ArgumentTypeError UnsupportedError "
+        "CompileError FileError ReservationError ExpressionError"
+    ),
+    "cpu.runtime.workers": "set_threads get_threads",
+    "problem.options": "AttentionOptions",
+    "expressions.tracing": "Expression MaskFunction ScoreFunction expression",
+    "expressions.symbols": "Symbol cast where",
+    "expressions.tables": "Table table",
+    "expressions.functions": "abs cos erf exp exp2 floor log log2 maximum minimum sigmoid sin sqrt tan tanh",
+    "expressions.patterns": "alibi causal dilated documents padding prefix relative_bias softcap window",
+}  # of each module
 
 # of `import *`, which leaves the built-in abs alone
 __all__ = [
@@ -237,7 +198,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # to a type checker a name that is not above is none
-    __getattr__ = importer(globals(), _HOMES, ("reference",), {"Sequence": "PagedSequence"})
+    __getattr__ = importer(globals(), _NAMES, ("reference",))
 
 
 def __dir__() -> list[str]:

@@ -10,9 +10,9 @@ from .arrays.array import Array
 from .cpu.memory.operands import Strides
 from .errors import ArgumentError, UnsupportedError, how_to_install, shown
 from .host.forks import importing
-from .host.graph_breaks import leaves_graph
 from .host.machine import interpreting
 from .problem.checks import device_name
+from .problem.options import public
 from .problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def of(device: str) -> Any:
 def gradients() -> Any:
     """What computes them: `prepare` makes a backward call, `plan` says what it would do."""
     with importing:
-        from .cpu.engine import gradient_requests as gradients
+        from .cpu.engine import backward_call as gradients
 
     return gradients
 
@@ -69,9 +69,9 @@ def gpu(name: str = "q", way: str = "q.cpu()") -> Any:
 
 def raw_pages() -> Any:
     """What stores tokens in the caller's pages on the CPU."""
-    from .cpu.engine import append_paged as paging
+    from .cpu.engine import append_call
 
-    return paging
+    return append_call
 
 
 def gpu_used() -> bool:
@@ -98,7 +98,7 @@ def storage_of(device: Any) -> Any:
     return storage
 
 
-@leaves_graph
+@public()
 def synchronize() -> None:
     """Waits for the GPUs that were used, and raises what kernels have noted: page numbers and lengths that were out of
     range.

@@ -9,13 +9,12 @@ from .arrays import array as arrays
 from .calls import dense
 from .errors import UnsupportedError
 from .host.forks import importing
-from .host.graph_breaks import leaves_graph
 from .problem.checks import check_flag
 from .problem.gradients import Followed, followed
 from .problem.options import (
     AnyArray,
+    ArrayCall,
     ArrayOf,
-    ArrayOptions,
     Causal,
     Engine,
     Int,
@@ -27,6 +26,7 @@ from .problem.options import (
     Sinks,
     T,
     Window,
+    public,
 )
 from .problem.problem import Options, new_options, padded_alike
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, **options: Unpack[ArrayOptions]
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, **options: Unpack[ArrayCall]
 ) -> T: ...
 @overload
 def attention(
-    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[True], **options: Unpack[ArrayOptions]
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[True], **options: Unpack[ArrayCall]
 ) -> tuple[T, T]: ...
 @overload
 def attention(
-    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: bool, **options: Unpack[ArrayOptions]
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: bool, **options: Unpack[ArrayCall]
 ) -> T | tuple[T, T]: ...
-@leaves_graph
+@public()
 def attention(
     q: Any,
     k: Any,
@@ -146,9 +146,9 @@ def attention(
     if lengths is not None:
         q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
     options = new_options(Options, (
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths, precision, dropout, seed,
-    ))  # fmt: skip
+        mask, score, sink_logits, scale, dropout, seed, causal, window, q_start, layout, cu_seqlens_q, q_lengths,
+        k_start, cu_seqlens_k, k_lengths, precision,
+    ))  # fmt: skip  # in the order of the list
     if arrays.is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
         with importing:
             from .autograd.attending import cast
@@ -174,7 +174,7 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
     return dense.attend_anew(q, k, v, options, return_lse, out, key)
 
 
-compute = leaves_graph(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
+compute = public()(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
 
 
 def _differentiate(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:

@@ -421,26 +421,6 @@ def _from_cuda(x: Any, name: str) -> Array:
     return replace(found, kind="dlpack", owner=(x, tensor), writeable=type(x).__module__.startswith("cupy"))
 
 
-def address_of(x: np.ndarray) -> int:
-    """x.ctypes.data, ten times as fast: a call has four."""
-    return _word_at(id(x) + _HEAD).value if _known else x.ctypes.data
-
-
-_word_at = ctypes.c_size_t.from_address
-_HEAD = object.__basicsize__  # of an array object, what every object has; then comes its address (PyArrayObject)
-
-
-def _is_known() -> bool:
-    """Whether array objects are as that says: of own memory and of others', written or not, with entries or none."""
-    own, fixed = np.arange(6.0).reshape(2, 3), np.frombuffer(b"12345678", np.int8)
-    cases = (own, own[1:, ::-2], own[1, 1, ...], own.view(np.int16).T, fixed, fixed[3:], np.zeros((0, 2)))
-    cpython = sys.implementation.name == "cpython"
-    return cpython and all([_word_at(id(x) + _HEAD).value == x.ctypes.data for x in cases])
-
-
-_known = _is_known()
-
-
 def pages(size: int, *, large: bool = False) -> mmap.mmap:
     """Zeroed pages, in each process its own after a fork; only those that are touched take memory. `large`: of MiB."""
     if not hasattr(mmap, "MAP_PRIVATE"):

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ..arrays.array import is_tensor, is_traced, listed
-from ..calls.backward import attention_backward as backward
+from ..calls.backward import gradients_of
 from ..calls.dense import attend
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..problem.checks import seed_of
-from ..problem.gradients import (
-    SINKS,
-    Followed,
-    check_on_cpu,
-    check_one_dtype,
-    check_unwritten,
-    settled,
-)
+from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, settled
 from ..problem.problem import Options
 from . import higher_order as further
 from . import operators as ops
 from .forms import tensors_of, text_of
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
-
-if TYPE_CHECKING:
-    pass
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -137,9 +127,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = (x.detach() for x in saved[:5])
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
-        options = _plain(known)._asdict()
-        del options["precision"]
-        dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, flows[1], grads=tuple(grads), **options)
+        dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, flows[1], tuple(grads), _plain(known))
         found = dict(zip(grads, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
         tables = (found[t].reshape(t.origin.shape).to(t.origin.dtype) if t in found else None for t in known.tables)

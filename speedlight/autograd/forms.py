@@ -24,12 +24,10 @@ from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import SYMBOLS, Node, order
 from ..host.memo import Memo
-from ..problem.problem import MOST_SEEDS, Options, scores_of
+from ..problem.options import MOST_SEEDS
+from ..problem.problem import Options, scores_of
 
 _LISTS = ("window", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
-_DEFAULTS = Options()._asdict()
-
-
 ARRAY = ...  # in place of an array: one that is added to scores, or hides, or of numbers that a graph does not know
 
 
@@ -37,12 +35,12 @@ def text_of(options: Options) -> str:
     """All but tensors, sink logits and the seed, which are arguments of their own."""
     slots = itertools.count()
     kept: dict[str, Any] = {}
-    for name, x in options._asdict().items():
-        if name == "mask" and x is not None:
+    for name, x in options.given().items():
+        if name == "mask":
             kept[name] = _written(x, name, slots)
-        elif name == "score" and x is not None:
+        elif name == "score":
             kept[name] = [_written(one, name, slots) for one in scores_of(x)]
-        elif name not in ("sink_logits", "seed") and not (x is None or x is _DEFAULTS[name]):
+        elif name not in ("sink_logits", "seed") and x is not None:
             kept[name] = _number(x, name, slots)
     return json.dumps(kept)
 
@@ -50,10 +48,10 @@ def text_of(options: Options) -> str:
 def tensors_of(options: Options) -> list[torch.Tensor]:
     """What mask and score look up, and numbers that only each call knows, in the order of the text's numbers."""
     found: list[torch.Tensor] = []
-    for name, option in options._asdict().items():
+    for name, option in options.given().items():
         if name in _LISTS and is_tensor(option) and is_traced(option):
             found.append(option)
-        if name not in ("mask", "score") or option is None:
+        if name not in ("mask", "score"):
             continue
         for x in scores_of(option) if name == "score" else [option]:
             if isinstance(x, Table):
@@ -159,6 +157,8 @@ def _number(x: Any, name: str, slots: Iterator[int]) -> Any:
     if name in _LISTS and not is_one(x):
         x = listed(x, name, "a sequence of ints") if not isinstance(x, tuple) else list(x)
         return [one if one is None else _number(one, name, slots) if one is ARRAY else integer(name, one) for one in x]
+    if isinstance(x, (list, tuple)):
+        return [_number(one, name, slots) for one in x]
     if whole(x) is not None:
         return integer(name, x)
     if isinstance(x, np.generic):

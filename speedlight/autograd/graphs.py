@@ -22,6 +22,7 @@ from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
 from ..host.graph_breaks import constant, outside
 from ..problem.gradients import check_attached
+from ..problem.options import DEFAULTS
 from ..problem.problem import Options, scores_of
 from . import operators as ops
 from .forms import ARRAY, text_of
@@ -43,9 +44,9 @@ class _Seen:
         self.why = "expected PyTorch 2.13 or newer for graphs; got an older one. Upgrade torch" if _IS_OLD else ""
 
 
-def in_graph(call: Callable[..., Any], q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
-    """attention() as Dynamo sees it; `options`: all of them, in a tuple. `call`: it, for what is no operation."""
-    given, seen = dict(zip(Options._fields, options, strict=True)), _Seen()
+def in_graph(call: Callable[..., Any], q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) -> Any:
+    """Runs attention() as Dynamo sees it, with the options that it was given; `call`: it, for what is no operation."""
+    given, seen = _given(options), _Seen()
     for name in Options._fields:  # in the order in which text has what is beside it
         x = given[name]
         if name in ("mask", "score"):
@@ -53,13 +54,24 @@ def in_graph(call: Callable[..., Any], q: Any, k: Any, v: Any, options: Any, ret
                 seen.handles += [name, *_handle(one, name, seen.tables)]
         elif name not in _BESIDE:
             seen.rest.append(_fixed(x, name, seen))
+    if given["lengths"] is not None or len(given) > len(DEFAULTS):
+        seen.why = "expected no argument that the call refuses"
     sinks, seed = _sinks(given["sink_logits"], seen), _seed(given["seed"], given["dropout"], seen)
     form = "" if seen.why else _text(len(seen.rest), *seen.rest, *seen.handles)
     if not form.startswith("{"):
         torch._dynamo.graph_break(msg=f"attention: {seen.why or form}")
-        return outside(call, q, k, v, return_lse=return_lse, **given)
+        return outside(call, q, k, v, return_lse=return_lse, **options)
     results = ops.attention_op(q, k, v, sinks, seen.tables, form, seed)
     return results if return_lse else results[0]
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns every option; `lengths` are those of queries and of keys, unless these are given, too."""
+    given = {**DEFAULTS, **options}
+    if given["q_lengths"] is None and given["k_lengths"] is None:
+        given["q_lengths"] = given["k_lengths"] = given["lengths"]
+        given["lengths"] = None
+    return given
 
 
 def _handle(x: Any, role: str, tables: list[Any]) -> tuple[Any, Any]:
@@ -141,7 +153,7 @@ def _text(count: int, *given: Any) -> str:
     try:
         for role, function, owner in zip(handles[::3], handles[1::3], handles[2::3], strict=True):
             parts[role].append(ARRAY if function is None else _traced(function, owner, role))
-        options = Options(**dict(zip(names, rest, strict=True)))
+        options = Options(**dict(zip(names, rest, strict=True))).spelled()
         return text_of(options._replace(mask=(parts["mask"] or [None])[0], score=parts["score"] or None))
     except Exception as error:  # of ours, or of the caller's function
         pass_on(error, Exception)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..calls.backward import attention_backward as backward
+from ..calls.backward import gradients_of
 from ..calls.dense import attend
 from ..problem.gradients import SINKS as SINK_LOGITS
 from ..problem.gradients import check_one_dtype
-from ..problem.options import Grads
-from ..problem.problem import LAYOUTS, MOST_SEEDS
+from ..problem.options import MOST_SEEDS, Grads
+from ..problem.problem import LAYOUTS
 from ..problem.results import order_of
 from . import higher_order as further
 from .forms import layout_of, options_of
@@ -63,13 +63,11 @@ def attention_backward_op(
     wanted: Any,
 ) -> Any:  # fmt: skip
     options, known = options_of(form, tables, sinks, seed)
-    kept = options._asdict()
-    del kept["precision"]
     grads: Grads = tuple(SINK_LOGITS if n == SINKS else known[n] for n in wanted)
     d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if d_out is None else d_out
     q, k, v, out, lse, d_out = (x.detach() for x in (q, k, v, out, lse, d_out))
     d_lse = None if d_lse is None else d_lse.detach()
-    dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, d_lse, grads=grads, **kept)
+    dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, d_lse, grads, options)
     sources = [sinks if n == SINKS else tables[n] for n in wanted]
     found = zip(more[0] if more else (), sources, strict=True)
     return [dq, dk, dv, *(x.reshape(y.shape).to(y.dtype) for x, y in found)]

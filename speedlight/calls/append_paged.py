@@ -10,15 +10,14 @@ import numpy as np
 from .. import engines
 from ..arrays.array import Array, conversion, describe, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull
-from ..host.graph_breaks import leaves_graph
 from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
 from ..problem.checks import check_layout, new_counts, packed_counts
-from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout
+from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, public
 from ..problem.problem import LAYOUTS, our_layout
 from ..problem.results import overlap, overlaps_itself, tell_written
 
 
-@leaves_graph
+@public()
 def append_paged(
     k_pages: AnyArray,
     v_pages: AnyArray,
@@ -87,9 +86,9 @@ def append_paged(
     table = block_table_of(block_table)
     _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
     counts = _counts(new_lengths, ours, len(table), new_k)
-    before, after = _lengths(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
+    before, after = _check_room(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
     _check_places(table, before, counts, pages_k)
-    now, pages, new = _as_given(k_lengths, after), (pages_k, pages_v), (new_k, new_v)
+    now, pages, new = _convert_lengths(k_lengths, after), (pages_k, pages_v), (new_k, new_v)
     for x in pages:
         tell_written(x)
     if on_gpu:
@@ -103,7 +102,7 @@ def append_paged(
 
 
 def _check_target(k: Array, v: Array) -> None:
-    """Pages that can be written."""
+    """Raises unless pages can be written, each token to memory of its own."""
     check_pages(k, v)
     _check_like(v, k)
     for x in (k, v):
@@ -118,7 +117,7 @@ def _check_target(k: Array, v: Array) -> None:
 
 
 def _check_like(x: Array, other: Array) -> None:
-    """Of another's dtype and kind, and where it lies."""
+    """Raises unless an array is of another's dtype and kind, on its device."""
     if x.dtype != other.dtype:
         raise ArgumentTypeError(
             f"{x.name}: expected dtype {other.dtype}, as {other.name} has; got {x.dtype}. Convert it first: "
@@ -133,7 +132,7 @@ def _check_like(x: Array, other: Array) -> None:
 
 
 def _check_tokens(k: Array, v: Array, k_pages: Array, v_pages: Array, layout: str, batch: int) -> None:
-    """Shapes of the new tokens."""
+    """Raises unless new tokens have the shapes that pages and the block table ask for."""
     for x, pages in ((k, k_pages), (v, v_pages)):
         heads, dim = pages.shape[2:]
         new: Any = "n_new" if x is k or len(k.shape) != len(layout) else k.shape[LAYOUTS[layout][-2]]
@@ -155,8 +154,8 @@ def _counts(new_lengths: Any, layout: str, batch: int, k: Array) -> list[int]:
     return new_counts(new_lengths, batch, n_new)
 
 
-def _lengths(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tuple[tuple[int, ...], list[int]]:
-    """Before and after."""
+def _check_room(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tuple[tuple[int, ...], list[int]]:
+    """Returns the keys of each sequence before and after, and raises CacheFull where its row has too few pages."""
     before = page_lengths(k_lengths, batch, capacity)
     for item, (n, more) in enumerate(zip(before, counts, strict=True)):
         if n + more > capacity:
@@ -170,11 +169,11 @@ def _lengths(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tu
 
 
 def _check_places(table: np.ndarray, before: tuple[int, ...], counts: list[int], pages: Array) -> None:
-    """That new tokens go to pages that exist, and each to a place of its own."""
+    """Raises unless new tokens go to pages that exist, each to a place of its own."""
     count, page_size = pages.shape[:2]
     start, each = np.array(before, np.int64), np.array(counts, np.int64)
     first = start // page_size
-    item, at = _numbered(first, np.where(each > 0, -(-(start + each) // page_size) - first, 0))
+    item, at = _number_each(first, np.where(each > 0, -(-(start + each) // page_size) - first, 0))
     page = table[item, at]
     wrong = (page < 0) | (page >= count)
     if wrong.any():
@@ -184,7 +183,7 @@ def _check_places(table: np.ndarray, before: tuple[int, ...], counts: list[int],
         )
     if len(set(page.tolist())) == len(page):
         return
-    item, at = _numbered(start, each)  # a page comes twice: whether any of its places does
+    item, at = _number_each(start, each)  # a page comes twice: whether any of its places does
     page = table[item, at // page_size]
     place = page.astype(np.int64) * page_size + at % page_size
     order = np.argsort(place, kind="stable")
@@ -197,14 +196,14 @@ def _check_places(table: np.ndarray, before: tuple[int, ...], counts: list[int],
         )
 
 
-def _numbered(first: np.ndarray, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of so many things of every sequence, numbered from its first: whose each is, and its number."""
+def _number_each(first: np.ndarray, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, of so many things of each sequence, numbered from its first, whose each is, and its number."""
     item = np.repeat(np.arange(len(each)), each)
     return item, np.arange(len(item)) + np.repeat(first - (np.cumsum(each) - each), each)
 
 
-def _as_given(k_lengths: Any, after: list[int]) -> Any:
-    """Lengths as the caller has them."""
+def _convert_lengths(k_lengths: Any, after: list[int]) -> Any:
+    """Returns lengths in the kind that the caller's are of."""
     if is_tensor(k_lengths):
         torch = sys.modules["torch"]
         narrow = max(after, default=0) > torch.iinfo(k_lengths.dtype).max

@@ -11,37 +11,20 @@ from .. import engines
 from ..arrays import array as arrays
 from ..cpu.memory.operands import Operands
 from ..errors import UnsupportedError
-from ..host.graph_breaks import leaves_graph
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.build import from_arrays
 from ..problem.gradients import Given, asked, resolved
-from ..problem.key import key_of
-from ..problem.options import (
-    AnyArray,
-    ArrayOf,
-    AttentionOptions,
-    Causal,
-    Grads,
-    Int,
-    Ints,
-    K,
-    Layout,
-    Mask,
-    Scores,
-    Sinks,
-    T,
-    V,
-    Window,
-)
-from ..problem.problem import Options, new_options, padded_alike
+from ..problem.options import AnyArray, ArrayOf, AttentionOptions, Grads, K, T, V, public
+from ..problem.prepared import key_of
+from ..problem.problem import Options
 from ..problem.results import empty_like, like_input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_prepared: Memo[Any] = Memo(128, 64 << 20)
+_prepared: Memo[Any] = Memo(128, 64 << 20)  # by key_of(), with threads and the vector unit; not with `grads`
 _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 
@@ -55,7 +38,7 @@ def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
     d_lse: AnyArray | None = None, *, grads: Grads, **options: Unpack[AttentionOptions],
 ) -> tuple[T, K, V, tuple[T, ...]]: ...  # fmt: skip
-@leaves_graph
+@public(AttentionOptions)
 def attention_backward(
     q: Any,
     k: Any,
@@ -66,24 +49,9 @@ def attention_backward(
     d_lse: Any = None,
     *,
     grads: Grads = (),
-    causal: Causal = False,
-    window: Window | None = None,
-    mask: Mask | None = None,
-    score: Scores | None = None,
-    sink_logits: Sinks | None = None,
-    q_start: Int | Ints | None = None,
-    k_start: Int = 0,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    cu_seqlens_q: Ints | None = None,
-    cu_seqlens_k: Ints | None = None,
-    lengths: Ints | None = None,
-    q_lengths: Ints | None = None,
-    k_lengths: Ints | None = None,
-    dropout: float = 0.0,
-    seed: Int | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
-    """What flows back to q, k and v of attention(), in memory that does not grow with the square of the length.
+    """Returns the gradients of q, k and v of attention(), in memory that does not grow with the square of the length.
 
     The weights are computed again, as exp(score - lse) with the lse that is given: with the out and lse of a whole
     sequence this works on a part of its keys, too, and the dq of all parts add up.
@@ -96,8 +64,7 @@ def attention_backward(
         d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
         grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
             them, too: sl.alibi(t)), and "sink_logits".
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
-        q_lengths, k_lengths, dropout, seed: as attention() had them.
+        **options: as attention() had them.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
@@ -118,12 +85,12 @@ def attention_backward(
     >>> dv.shape, round(float(dv[0, 0, 0, 0]), 6)
     ((1, 2, 3, 4), 1.0)
     """
-    if lengths is not None:
-        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-    options = new_options(Options, (
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths, "ieee", dropout, seed,
-    ))  # fmt: skip
+    given = Options.of(attention_backward, options)
+    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given)
+
+
+def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options) -> Any:
+    """Computes the gradients of a call, with its options in one."""
     d_out, d_lse = resolved(d_out), resolved(d_lse)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
@@ -140,7 +107,7 @@ def attention_backward(
         options = options.spelled()
         stated = from_arrays(six[0], six[1], six[2], options)
     shared = stated.problem.shared
-    (dq, a), (dk, b), (dv, c) = [_gradient_of(x, six[0] if shared else x) for x in six[:3]]
+    (dq, a), (dk, b), (dv, c) = [_make_gradient(x, six[0] if shared else x) for x in six[:3]]
     where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
     if call is None:
         request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
@@ -149,19 +116,22 @@ def attention_backward(
             _prepared.put(key, call, call.size)
     more = call.run(where, None if key is None else options.seed_word())
     if shared:
-        dk, dv = _summed(b), _summed(c)
+        dk, dv = _sum_items(b), _sum_items(c)
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
-    return (*results, tuple(_of_kind(given[0], y) for y in more)) if grads else results
+    return (*results, tuple(_convert(given[0], y) for y in more)) if grads else results
 
 
-def _gradient_of(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
-    """A new array for what flows to x, which lies as x does, of as many batch items as another array has."""
+gradients_of = public()(_gradients)  # attention_backward() with its options in one
+
+
+def _make_gradient(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
+    """Makes an array for the gradient of x, which lies as x does, of as many batch items as another array has."""
     return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype, ordered=True)
 
 
 @standard
-def _summed(x: arrays.Array) -> Any:
-    """What flows to keys that all items share: of each item, rounded, added in float64, ascending; rounded once."""
+def _sum_items(x: arrays.Array) -> Any:
+    """Adds the gradients of keys that items share: each item's rounded, added in float64, ascending; rounded once."""
     each = x.numpy()
     total = np.zeros((1, *each.shape[1:]))
     with np.errstate(all="ignore"):
@@ -173,6 +143,6 @@ def _summed(x: arrays.Array) -> Any:
     return result
 
 
-def _of_kind(q: arrays.Array, x: np.ndarray) -> Any:
-    """A NumPy array as the library of q has arrays."""
+def _convert(q: arrays.Array, x: np.ndarray) -> Any:
+    """Converts a NumPy array to what the library of q has."""
     return sys.modules["torch"].from_numpy(x) if q.kind == "torch" else like_input(q, x)

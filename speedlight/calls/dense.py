@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import engines
 from ..arrays import array as arrays
@@ -11,22 +11,19 @@ from ..errors.advice import warn_if_swapped
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.build import from_arrays
-from ..problem.key import key_of
+from ..problem.prepared import Prepared, key_of
 from ..problem.problem import Options
 from ..problem.results import results_for
-from .prepared import Repeatable
 
-if TYPE_CHECKING:
-    pass
-
-_prepared: Memo[Repeatable] = Memo(512, 64 << 20)
+_prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of(), with threads and the vector unit
 
 
 def runs_on_gpu(q: Any, engine: Any) -> bool:
     """Returns whether a GPU's engine takes the call; raises for an `engine` that q cannot have."""
-    if engine is None and not arrays.on_gpu(q):
-        return False
-    at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)
+    there = arrays.on_gpu(q)
+    if engine is None or (type(engine) is str and engine == ("cuda" if there else "cpu")):
+        return there
+    at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)  # the interpreter's, or an error
     return engines.chosen(engine, at) != "cpu" or engine == "cuda"
 
 
@@ -55,11 +52,12 @@ def attend_anew(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out:
     rows = Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1])
     keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
     threads, isa = engines.threads_now(), current_isa()
-    prepared = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
-    prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
+    call = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
+    call.run(a.address, b.address, c.address, results.out.address, results.lse_address)
     if key is not None and key[1] == (threads, isa.name):  # as they were when the key was made
-        repeatable = Repeatable(prepared.run, options.layout, [a, b, c, results.out])
-        _prepared.put(key, repeatable, prepared.size)
+        target = results.out.final
+        prepared = Prepared((a, b, c, target or results.out), call, staged=target is not None)
+        _prepared.put(key, prepared, prepared.size)
     return results.returned()
 
 

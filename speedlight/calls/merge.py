@@ -12,10 +12,9 @@ from ..arrays import array as arrays
 from ..arrays.array import STORAGE_BYTES, Array
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.forks import importing
-from ..host.graph_breaks import leaves_graph
 from ..host.machine import current_isa
 from ..problem.checks import check_flag, states_of
-from ..problem.options import AnyArray, ArrayOf, T, V
+from ..problem.options import AnyArray, ArrayOf, T, V, public
 from ..problem.results import empty_like, like_input, overlap
 from ..problem.rotary_angles import check_array, check_out, converted
 
@@ -27,7 +26,7 @@ _BYTES, _ROW_SECONDS = 5e9, 20e-9  # what a thread is guessed to do: bytes per s
 def merge(outs: Sequence[ArrayOf[T]], lses: Sequence[ArrayOf[V]], /) -> tuple[T, V]: ...
 @overload
 def merge(out1: ArrayOf[T], lse1: ArrayOf[V], out2: AnyArray, lse2: AnyArray) -> tuple[T, V]: ...
-@leaves_graph
+@public()
 def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any, Any]:
     """Attention over several sets of keys, from the attention over each: what shards of a sequence need.
 
@@ -70,7 +69,7 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
     return like_input(first, out), like_input(first_lse, lse)
 
 
-@leaves_graph
+@public()
 def merge_states(
     v: ArrayOf[T] | Sequence[ArrayOf[T]],
     s: ArrayOf[V] | Sequence[ArrayOf[V]],
@@ -168,9 +167,9 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     """Fills `out` and `lse`, which are contiguous."""
     with importing:
         from ..cpu.kernels import merge as kernels
-        from ..cpu.runtime.compile import kernel_of
+        from ..cpu.runtime.launch import Launch, threads_for
         from ..cpu.runtime.tuned import tuning_of
-        from ..cpu.runtime.workers import get_threads, run_tickets
+        from ..cpu.runtime.workers import get_threads
 
     rows, width, states = math.prod(lse.shape), out.shape[-1], len(outs)
     if not rows:
@@ -182,13 +181,12 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     seconds = rows * (row_bytes / _BYTES + states * _ROW_SECONDS)
     isa = current_isa()
     wants = tuning_of(isa).threading
-    threads = min(get_threads(), tickets) if seconds > wants.inline_seconds else 1
+    threads = threads_for(seconds, min(get_threads(), tickets), wants)
     table = _table(outs, lses, steps)
     state_words, size_words = (ctypes.c_int64 * len(table))(*table), (ctypes.c_int64 * len(sizes))(*sizes)
     stride = -(-kernels.scratch_bytes(states, len(sizes)) // 64) * 64 + 64  # no cache line belongs to two threads
     scratch = (ctypes.c_char * (stride * threads))()
-    words = (ctypes.c_int64 * len(kernels.ARGUMENTS.names))()
-    for name, value in {
+    words = {
         "scratch": ctypes.addressof(scratch),
         "scratch_stride": stride,
         "states": ctypes.addressof(state_words),
@@ -204,9 +202,9 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
         "out_kind": _KINDS[out.dtype],
         "lse": lse.address,
         "lse_kind": _KINDS[lse.dtype],
-    }.items():
-        words[kernels.ARGUMENTS.word(name)] = value
-    run_tickets(kernel_of(kernels.MergeShape(isa)), words, tickets, threads, seconds, wants.region_seconds)
+    }
+    launch = Launch(kernels.MergeShape(isa), kernels.ARGUMENTS, words, tickets, threads, seconds, wants)
+    launch.run(launch.words())
 
 
 def _table(outs: list[Array], lses: list[Array], steps: list[list[int]]) -> list[int]:

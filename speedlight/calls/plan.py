@@ -7,34 +7,21 @@ from typing import TYPE_CHECKING, Any
 from .. import engines
 from ..arrays.array import DTYPES
 from ..cpu.memory.operands import Dense, Strides, stride_of
-from ..distributed.model import asked_ranks
 from ..errors import ArgumentError
-from ..host.graph_breaks import leaves_graph
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
-from ..problem.options import (
-    Causal,
-    Int,
-    Ints,
-    Layout,
-    Mask,
-    Method,
-    Precision,
-    Scores,
-    Shard,
-    Sinks,
-    Window,
-)
+from ..problem.options import AllOptions, Method, Shard, public
 from ..problem.plan import Plan, over_ranks
-from ..problem.problem import Options, Sizes, padded_alike
+from ..problem.problem import Options, Sizes
+from ..problem.rank_plan import asked_ranks
 from .dense import describe
 
 if TYPE_CHECKING:
-    pass
+    from typing_extensions import Unpack
 
 
-@leaves_graph
+@public(AllOptions)
 def plan(
     q: Any = None,
     k: Any = None,
@@ -48,31 +35,15 @@ def plan(
     head_dim: int | None = None,
     value_dim: int | None = None,
     dtype: Any = None,
-    causal: Causal = False,
-    window: Window | None = None,
-    mask: Mask | None = None,
-    score: Scores | None = None,
-    sink_logits: Sinks | None = None,
-    q_start: Int | Ints | None = None,
-    k_start: Int = 0,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    cu_seqlens_q: Ints | None = None,
-    cu_seqlens_k: Ints | None = None,
-    lengths: Ints | None = None,
-    q_lengths: Ints | None = None,
-    k_lengths: Ints | None = None,
     exact: bool = False,
     device: Any = None,
-    precision: Precision = "ieee",
-    dropout: float = 0.0,
-    seed: Int | None = None,
     backward: bool = False,
     ranks: int | None = None,
     link_bandwidth: float | None = None,
     latency: float | None = None,
     shard: Shard = "auto",
     method: Method = "auto",
+    **options: Unpack[AllOptions],
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the least time.
 
@@ -95,6 +66,9 @@ def plan(
     `link_bandwidth`, in bytes per second, and `latency`, in seconds, are of the link between a rank and the others:
     12.5e9 and 1e-5, where nothing is said; no link is measured.
 
+    Args:
+        **options: as for attention(); a call of arrays and one of sizes obey each.
+
     Returns:
         A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
 
@@ -113,14 +87,9 @@ def plan(
     spreading = asked_ranks(ranks, link_bandwidth, latency, shard, method)
     check_flag("exact", exact)
     check_flag("backward", backward)
-    check_precision(precision)
-    if lengths is not None:
-        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-    options = Options(
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths, precision, dropout, seed,
-    ).spelled()  # fmt: skip
-    layout = options.layout
+    given = Options.of(plan, options).spelled()
+    check_precision(given.precision)
+    layout = given.layout
     sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
     if q is not None or k is not None or v is not None:
         for name, x in zip(Sizes._fields, sizes, strict=True):
@@ -129,14 +98,14 @@ def plan(
         check_planned({"q": q, "k": k, "v": v})
         a, b, c = describe(q, k, v, gpu=True)
         device = a.device if device is None and a.device != "cpu" else device
-        problem = from_arrays(a, b, c, options).problem
+        problem = from_arrays(a, b, c, given).problem
         if backward:
             check_one_dtype(problem.dtype, problem.key_dtype)
         strides = Dense(layout, b, c).strides(problem.key_dtype)
         strides = strides._replace(strided_queries=stride_of(a.strides, layout, -1) != DTYPES[problem.dtype][1])
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
-        problem = from_sizes(sizes, options)
+        problem = from_sizes(sizes, given)
         strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
-    found = engines.plan(problem, device, strides, precision, exact=exact, backward=backward)
+    found = engines.plan(problem, device, strides, given.precision, exact=exact, backward=backward)
     return found if spreading is None else over_ranks(found, spreading, packed=layout == "lhd")

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ..errors.advice import explained
 from ..host.rounding import standard
-from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T
+from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, public
 from ..problem.rotary_angles import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
 
 _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
 
 
-@explained
+@public(leaves_graph=False)
 def rotary(
     x: ArrayOf[T],
     cos: AnyArray | None = None,

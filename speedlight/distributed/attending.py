@@ -13,23 +13,21 @@ from ..arrays.array import Array, describe, is_tensor, on_gpu
 from ..arrays.layouts import batch_of, check_beside, check_dimensions, check_together
 from ..autograd.attending import cast
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
-from ..errors.advice import refuses_others, unknown
-from ..host.graph_breaks import leaves_graph
+from ..errors.advice import unknown
 from ..problem.build import from_arrays
 from ..problem.checks import check_flag, check_layout
 from ..problem.gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
-from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
-from ..problem.problem import LAYOUTS, Options, Problem, new_options, padded_alike
+from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window, public
+from ..problem.problem import LAYOUTS, Options, Problem, padded_alike
+from ..problem.shardings import Shard, check_shard, one_after_the_other, positions
 from .forms import form_of, tables_in
-from .groups import Meshed, agreed, peers_of
+from .groups import MeshGroups, agreed, peers_of
 from .plans import Sharded
-from .shardings import Shard, check_shard, one_after_the_other, positions
 from .tensors import check_device, check_lengths
-from .ways import METHODS, Method, Way
+from .ways import METHODS, Execution, Method
 
 
-@leaves_graph
-@refuses_others
+@public()
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -113,10 +111,11 @@ def attention(
             given = given._replace(q=q, k=k, v=v)
         if lengths is not None:
             q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-        options = new_options(Options, (
-            causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-            q_lengths, k_lengths, "ieee", 0.0, None,
-        )).spelled()  # fmt: skip
+        options = Options(
+            causal=causal, window=window, mask=mask, score=score, sink_logits=sink_logits, q_start=q_start,
+            k_start=k_start, scale=scale, layout=layout, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            q_lengths=q_lengths, k_lengths=k_lengths,
+        ).spelled()  # fmt: skip
     except Exception as found:  # which the others are told
         error = found
     out, lse = attended(given, options, error)
@@ -139,18 +138,22 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
             sharded = given.sharded(known, arrays, sizes)
         for peers in (given.peers.ring, given.peers.heads):
             peers.open(given.q.device)
-        wrong: list[ArgumentError] = []
-        way = Way(
-            given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse, wrong,
-            on_gpu(given.q),
+        deferred_errors: list[ArgumentError] = []
+        way = Execution(
+            given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse,
+            deferred_errors, on_gpu(given.q),
         )  # fmt: skip
         found = way.attended(given.q, given.k, given.v)
-        if wrong or sharded.may_fail:
-            told(given.peers, {"call": "attention, computed"}, (), wrong[0] if wrong else None)
+        if deferred_errors or sharded.may_fail:
+            agree_over_mesh(
+                given.peers, {"call": "attention, computed"}, (), deferred_errors[0] if deferred_errors else None
+            )
         return found
 
 
-def told(peers: Meshed, form: dict[str, str], own: tuple[int, ...], error: Exception | None) -> list[tuple[int, ...]]:
+def agree_over_mesh(
+    peers: MeshGroups, form: dict[str, str], own: tuple[int, ...], error: Exception | None
+) -> list[tuple[int, ...]]:
     """What every process says of itself, in the order of ranks. What a row of a mesh raises, all rows hear."""
     row = [own]
     if peers.heads.ranks > 1:
@@ -172,7 +175,7 @@ class Given(NamedTuple):
     method: Any
     exact: Any
     return_lse: Any
-    peers: Meshed
+    peers: MeshGroups
     cuts: tuple[int, ...] | None = None  # offsets of sequences of which each is sharded by itself
 
     def checked(self, options: Options) -> tuple[Followed, list[Any], tuple[Array, ...]]:
@@ -259,7 +262,7 @@ class Given(NamedTuple):
     ) -> list[tuple[int, ...]]:
         """Lengths of q and k of every process, in the order of ranks."""
         dim = LAYOUTS[layout][-2] if arrays else 0
-        return told(self.peers, form, tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0), error)
+        return agree_over_mesh(self.peers, form, tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0), error)
 
     def sharded(self, known: Followed, arrays: tuple[Array, ...], sizes: list[tuple[int, ...]]) -> Sharded:
         """The problem of the whole sequence, and who holds what of it."""

@@ -22,12 +22,12 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..flash_attn.options import check_tensors, dropout_of, infinite_where_empty, options_of, unpacked
 from ..flash_attn.sequences import PADDED, Side, check_sides
-from ..host.graph_breaks import leaves_graph
 from ..problem.checks import check_flag, packed_offsets
+from ..problem.options import public
 from ..problem.problem import Options
+from ..problem.shardings import Shard
 from .attending import Given, attended
 from .groups import peers_of
-from .shardings import Shard
 
 __all__ = [
     "ring_flash_attn_func",
@@ -156,7 +156,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
     return found
 
 
-@leaves_graph
+@public()
 def _attended(given: tuple[Any, ...], shard: Shard, said: _Said, return_attn_probs: Any, group: Any) -> Any:
     """Every process takes part, even if its own arguments are wrong: the others wait for it."""
     peers, cuts, options, error = peers_of(group, None), None, Options(), None

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from . import ArgumentTypeError, Error
 from .other_names import ADAPTERS, CAPACITY, LAYOUTS, MAKERS, OF, OPTIONS, OVER_RANKS
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A call whose errors say what other libraries' arguments are called here. Not for what a signal must not divide:
-    when a decorator's call returns, signals are looked for.
-    """
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> _R:
-        try:
-            return function(*args, **options)
-        except (TypeError, Error) as error:
-            explain(error, function, args, options)
-            raise
-
-    return call
 
 
 def explain(error: Exception, function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raises what says more than an error of a call: one of Python's own, that arguments do not fit, or one of ours.
 
-    Of a TypeError from within, whose call had all that it needs, nothing is said.
+    A TypeError from within, whose call had all that it needs, is left as it is.
     """
     if isinstance(error, Error):
         if options.get("lengths") is not None:
@@ -60,16 +39,14 @@ def explain(error: Exception, function: Any, args: Sequence[Any], options: Mappi
 
 
 def parameters(function: Any) -> tuple[list[str], int]:
-    """Names that a function's arguments have, and how many of them may come by place."""
-    code = inspect.unwrap(function).__code__
-    return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]), code.co_argcount
+    """Returns the names of a function's arguments, and how many of them may come by place."""
+    found = inspect.signature(function).parameters.values()
+    return [x.name for x in found], len([x for x in found if x.kind is x.POSITIONAL_OR_KEYWORD])
 
 
-def unknown(function: Any, name: str, further: Collection[str] = ()) -> Exception:
-    """The error of an argument that a function has not: another library's, or a slip of the pen. `further`: options
-    that it takes beside those of its signature.
-    """
-    hint = hint_of(function, name, further)
+def unknown(function: Any, name: str) -> Exception:
+    """Returns the error of an argument that a function has not: another library's, or a slip of the pen."""
+    hint = hint_of(function, name)
     if hint is not None:
         way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
         more = "".join([f" {text}" for names, text in ADAPTERS.items() if name in names])
@@ -79,14 +56,14 @@ def unknown(function: Any, name: str, further: Collection[str] = ()) -> Exceptio
         return ArgumentTypeError(f"{name}: expected the arguments of {called}(); got {whose}. {way}.{more}")
     from difflib import get_close_matches
 
-    near = get_close_matches(name, [x for x in (*parameters(function)[0], *further) if x != "self"], 1)
+    near = get_close_matches(name, [x for x in parameters(function)[0] if x != "self"], 1)
     way = f" Did you mean {near[0]!r}?" if near else ""
     return TypeError(f"{_home(function)}{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
 
 
-def hint_of(function: Any, name: str, further: Collection[str] = ()) -> str | None:
-    """What another library's argument is in a call of ours; None where nobody knows the name, or the call has no such
-    option, nor is it among `further`.
+def hint_of(function: Any, name: str) -> str | None:
+    """Returns what another library's argument is in a call of ours; None where nobody knows the name, or the call has
+    no such option.
     """
     called = _name(function)
     if _over_ranks(function) and name in (known := OVER_RANKS.get(called, {})):
@@ -97,7 +74,7 @@ def hint_of(function: Any, name: str, further: Collection[str] = ()) -> str | No
     if name in OF.get(called, {}):
         return OF[called][name]
     hint = OPTIONS.get(name) if called not in ("merge", "merge_states", "synchronize") else None
-    return hint if hint is not None and options_in(hint) <= {*parameters(function)[0], *further} else None
+    return hint if hint is not None and options_in(hint) <= {*parameters(function)[0]} else None
 
 
 def options_in(hint: str) -> set[str]:
@@ -126,16 +103,6 @@ def _named_lengths(error: Error) -> None:
     if error.args and text != error.args[0]:
         way = " lengths= is of queries and keys alike; k_lengths= is of keys alone, q_lengths= of queries."
         error.args = (text + way * ("expected lengths from" in text), *error.args[1:])
-
-
-def refuses_others(method: _F) -> _F:
-    """Of a method without a decorator's frame around it: its `**theirs`, which are only there to be refused by name,
-    are no part of the signature that it shows.
-    """
-    shown = inspect.signature(method)
-    own = [x for x in shown.parameters.values() if x.kind is not x.VAR_KEYWORD]
-    vars(method)["__signature__"] = shown.replace(parameters=own)
-    return method
 
 
 def of_layout(layout: Any) -> str:

@@ -28,21 +28,14 @@ if TYPE_CHECKING:
     from .kernels import _flash_attn_varlen_backward as _flash_attn_varlen_backward
     from .kernels import _flash_attn_varlen_forward as _flash_attn_varlen_forward
 
-_HOMES = {
-    "flash_attn_func": "interface",
-    "flash_attn_kvpacked_func": "interface",
-    "flash_attn_qkvpacked_func": "interface",
-    "flash_attn_varlen_func": "interface",
-    "flash_attn_varlen_kvpacked_func": "interface",
-    "flash_attn_varlen_qkvpacked_func": "interface",
-    "flash_attn_with_kvcache": "interface",
-    "install": "installing",
-    "uninstall": "installing",
-    "_flash_attn_backward": "kernels",
-    "_flash_attn_forward": "kernels",
-    "_flash_attn_varlen_backward": "kernels",
-    "_flash_attn_varlen_forward": "kernels",
-}
+_NAMES = {
+    "interface": (
+        "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+        "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
+    ),
+    "installing": "install uninstall",
+    "kernels": "_flash_attn_backward _flash_attn_forward _flash_attn_varlen_backward _flash_attn_varlen_forward",
+}  # of each module
 _MODULES = ("bert_padding", "v3", "v4")
 
 __all__ = [
@@ -62,7 +55,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-    __getattr__ = importer(globals(), _HOMES, _MODULES)
+    __getattr__ = importer(globals(), _NAMES, _MODULES)
 
 
 def __dir__() -> list[str]:

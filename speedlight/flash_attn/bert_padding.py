@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 from .options import check_tensors
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows of the first axis.
+    """Returns rows of the first axis.
 
     >>> import torch
     >>> from speedlight.flash_attn.bert_padding import index_first_axis
@@ -23,7 +23,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros with `values` in the rows of `indices`.
+    """Returns zeros with `values` in the rows of `indices`.
 
     >>> import torch
     >>> from speedlight.flash_attn.bert_padding import index_put_first_axis
@@ -34,7 +34,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> Any:
-    """Tokens of a padded batch (batch, seqlen, …) where attention_mask, or unused_mask, is 1.
+    """Packs the tokens of a padded batch (batch, seqlen, …) where attention_mask, or unused_mask, is 1.
 
     Returns:
         (tokens (total, …), indices of them in the flattened batch, offsets (batch + 1,) in int32, the longest length,
@@ -55,12 +55,13 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
         )
     taken = attention_mask if unused_mask is None else attention_mask + unused_mask
     used = attention_mask.sum(-1, dtype=torch.int32)
-    indices, offsets, longest = _taken(taken)
+    indices = taken.flatten().nonzero().flatten()
+    offsets, longest = _offsets(taken.sum(-1, dtype=torch.int32))
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest, used
 
 
 def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> Any:
-    """The same of rows that hold several sequences each: of (batch, seqlen) lengths, 0 where there is none.
+    """Packs the tokens of rows that hold several sequences each: (batch, seqlen) lengths, 0 where there is none.
 
     Returns:
         (tokens (total, …), indices, offsets (sequences + 1,) in int32, the longest length).
@@ -80,7 +81,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed tokens (total, …) back in their places, (batch, seqlen, …), among zeros.
+    """Puts packed tokens (total, …) back in their places, (batch, seqlen, …), among zeros.
 
     >>> import torch
     >>> from speedlight.flash_attn.bert_padding import pad_input
@@ -90,12 +91,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
-def _taken(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Where a mask is not 0, offsets of its rows' counts, and the largest."""
-    return (mask.flatten().nonzero().flatten(), *_offsets(mask.sum(-1, dtype=torch.int32)))
-
-
 def _offsets(lengths: Tensor) -> tuple[Tensor, int]:
-    """Lengths cumulated, from 0 on, and the longest."""
+    """Returns lengths cumulated, from 0 on, and the longest."""
     summed = lengths.cumsum(0, dtype=torch.int32)
     return torch.nn.functional.pad(summed, (1, 0)), int(lengths.max()) if lengths.numel() else 0

@@ -8,16 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays.array import listed
-from ..arrays.integers import is_one
-from ..calls.rotary import rotary
-from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError
-from ..expressions.tables import Table
-from ..expressions.tracing import expression
+from .. import ArgumentError, ArgumentTypeError, CacheFull, Table, UnsupportedError, expression, rotary
+from ..adapting import check_flag, integer
 from ..problem.block_tables import page_numbers
-from ..problem.checks import check_flag, integer, item_lengths, packed_lengths
+from ..problem.checks import is_one, item_lengths, listed, packed_lengths
 from .options import check_apart, check_tensors
-from .sequences import PageNames, Side, attended, attended_pages
+from .sequences import PageNames, Side, attend, attend_pages
 
 
 class Cache(NamedTuple):
@@ -45,7 +41,7 @@ class New(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where new tokens go: page and slot of each; which sequence it is of, and which token of the new ones."""
+    """Places of new tokens: page and slot of each; which sequence it is of, and which token of the new ones."""
 
     page: Tensor
     slot: Tensor
@@ -53,38 +49,38 @@ class Places(NamedTuple):
     nth: Tensor
 
 
-def attended_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor | None, said: dict[str, Any]) -> Any:
-    """(out, lse). New tokens are in the cache then; if anything is raised, the cache is as it was."""
+def attend_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor | None, options: dict[str, Any]) -> Any:
+    """Appends, then attends: (out, lse). If anything is raised, the cache is as it was."""
     _check(q, cache, new)
     q_lens = None if offsets is None else packed_lengths(offsets, q.shape[0], len(offsets) - 1)
     batch = q.shape[0] if q_lens is None else len(q_lens)
-    cache = _known(cache, batch)
+    cache = _find_rows(cache, batch)
     capacity = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
-    before = _seqlens(cache, new, batch, capacity)
-    counts = _counts(new, batch)
+    before = _count_before(cache, new, batch, capacity)
+    counts = _count_new(new, batch)
     _check_room(cache, before, counts, capacity)
-    said = _with_leftpad(cache, before, capacity, said)
+    options = _hide_left(cache, before, capacity, options)
     after = [a + b for a, b in zip(before, counts, strict=True)]
     queries = Side("q", offsets)
     if new.k is None:
-        return _attended(q, qv, cache, after, queries, said)
-    at = _places(cache, before, counts, new)
-    q, qv, k, v = _apart(cache, q, qv, new.k, new.v)
-    q, k = _turned(q, q_lens, new._replace(k=k), at, before, said)
+        return _attend(q, qv, cache, after, queries, options)
+    at = _find_places(cache, before, counts, new)
+    q, qv, k, v = _copy_apart(cache, q, qv, new.k, new.v)
+    q, k = _turn(q, q_lens, new._replace(k=k), at, before, options)
     # what stands in the slots is kept until the call is through
     kept = [x[at.page, at.slot] for x in cache[:2]]
     try:
         cache.k[at.page, at.slot] = k
         cache.v[at.page, at.slot] = v
-        return _attended(q, qv, cache, after, queries, said)
+        return _attend(q, qv, cache, after, queries, options)
     except BaseException:
         for x, was in zip(cache[:2], kept, strict=True):
             x[at.page, at.slot] = was
         raise
 
 
-def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], queries: Side, said: Any) -> Any:
-    """Over what is in the cache now. Rows of a contiguous cache that are picked are pages, one for each sequence.
+def _attend(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], queries: Side, options: Any) -> Any:
+    """Attends over what is in the cache now. Picked rows of a contiguous cache are pages, one for each sequence.
 
     With qv, queries and keys are longer, and each score is the sum of two.
     """
@@ -92,17 +88,17 @@ def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], quer
     if qv is not None:
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
     if table is None and cache.rows is None and queries.offsets is None:
-        return attended(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), said, True)
+        return attend(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), options, True)
     if table is None:
         name = "cache_batch_idx"
         table = (torch.arange(len(after)) if cache.rows is None else cache.rows)[:, None]
-    return attended_pages(
-        q, (k, v), table, after, queries, said, PageNames("k_cache", "v_cache", name, "cache_seqlens")
+    return attend_pages(
+        q, (k, v), table, after, queries, options, PageNames("k_cache", "v_cache", name, "cache_seqlens")
     )
 
 
 def check_given(q: Any, cache: Cache, new: New, qv: Any = None, offsets: Any = None, hint: str = "") -> None:
-    """Every argument that should be a tensor is one."""
+    """Raises unless every argument that should be a tensor is one."""
     seqlens = None if is_one(cache.seqlens) else cache.seqlens
     check_tensors(
         {"q": q, "k_cache": cache.k, "v_cache": cache.v},
@@ -122,7 +118,7 @@ def check_given(q: Any, cache: Cache, new: New, qv: Any = None, offsets: Any = N
 
 
 def _check(q: Any, cache: Cache, new: New) -> None:
-    """What must be right before anything is written; all else attention_paged() checks."""
+    """Raises unless that is right which must be before anything is written; all else attention_paged() checks."""
     known = [("q", q), ("k_cache", cache.k), ("v_cache", cache.v)]
     known += [(name, x) for name, x in (("k", new.k), ("v", new.v)) if x is not None]
     for name, x in known:
@@ -165,8 +161,8 @@ def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int) -> None:
             )
 
 
-def _apart(cache: Cache, *tensors: Any) -> list[Any]:
-    """The same numbers, in memory that new tokens are not written to."""
+def _copy_apart(cache: Cache, *tensors: Any) -> list[Any]:
+    """Returns the tensors in memory that new tokens are not written to."""
     ends = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in (cache.k.untyped_storage(), cache.v.untyped_storage())]
     found = []
     for x in tensors:
@@ -176,8 +172,8 @@ def _apart(cache: Cache, *tensors: Any) -> list[Any]:
     return found
 
 
-def _known(cache: Cache, batch: int) -> Cache:
-    """The same, its rows or pages as tensors that go with a batch."""
+def _find_rows(cache: Cache, batch: int) -> Cache:
+    """Returns the cache with its rows or pages as tensors that go with a batch."""
     name = cache.table_name
     if cache.table is not None:
         table = torch.as_tensor(cache.table)
@@ -187,10 +183,10 @@ def _known(cache: Cache, batch: int) -> Cache:
                 f"{name}: expected ints of shape ({lead}, most pages); got {tuple(table.shape)} of {table.dtype}."
             )
         if cache.rows is not None:
-            table = table[_rows(cache.rows, batch, table.shape[0], name).to(table.device)]
+            table = table[_check_rows(cache.rows, batch, table.shape[0], name).to(table.device)]
         return cache._replace(table=table, rows=None)
     if cache.rows is not None:
-        return cache._replace(rows=_rows(cache.rows, batch, cache.k.shape[0], "k_cache"))
+        return cache._replace(rows=_check_rows(cache.rows, batch, cache.k.shape[0], "k_cache"))
     if cache.k.shape[0] < batch:
         raise ArgumentError(
             f"k_cache: expected {batch} rows or more, as q has; got {cache.k.shape[0]}. Or give cache_batch_idx."
@@ -198,8 +194,8 @@ def _known(cache: Cache, batch: int) -> Cache:
     return cache
 
 
-def _rows(given: Any, batch: int, room: int, whose: str) -> Tensor:
-    """Which row of a contiguous cache, or of a table of pages, is each sequence's."""
+def _check_rows(given: Any, batch: int, room: int, whose: str) -> Tensor:
+    """Returns which row of a contiguous cache, or of a table of pages, is each sequence's."""
     rows = [integer("cache_batch_idx", n) for n in listed(given, "cache_batch_idx", "a sequence of ints")]
     if len(rows) != batch:
         raise ArgumentError(f"cache_batch_idx: expected {batch} rows, one for each sequence; got {len(rows)}.")
@@ -211,8 +207,8 @@ def _rows(given: Any, batch: int, room: int, whose: str) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
-    """Keys of every sequence before the call."""
+def _count_before(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
+    """Returns the keys of every sequence before the call."""
     given = cache.seqlens
     if given is None:
         if new.k is not None:
@@ -222,8 +218,8 @@ def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ..
     return item_lengths("cache_seqlens", given, batch, capacity, "what the cache holds")
 
 
-def _counts(new: New, batch: int) -> tuple[int, ...]:
-    """New tokens of every sequence."""
+def _count_new(new: New, batch: int) -> tuple[int, ...]:
+    """Returns the number of new tokens of every sequence."""
     if new.k is None or new.v is None:
         return (0,) * batch
     if new.k.dim() != (4 if new.offsets is None else 3):
@@ -246,20 +242,20 @@ def _check_room(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], 
             )
 
 
-def _with_leftpad(cache: Cache, before: tuple[int, ...], capacity: int, said: dict[str, Any]) -> dict[str, Any]:
-    """A mask that hides what is left of where each sequence begins."""
+def _hide_left(cache: Cache, before: tuple[int, ...], capacity: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options with a mask that hides what is left of where each sequence begins."""
     if cache.leftpad is None:
-        return said
+        return options
     pads = item_lengths("cache_leftpad", cache.leftpad, len(before), capacity)
     for item, (pad, n) in enumerate(zip(pads, before, strict=True)):
         if pad > n:
             raise ArgumentError(f"cache_leftpad: expected at most cache_seqlens, {n}; got {pad} for sequence {item}.")
     of = Table(np.array(pads, np.int64), "cache_leftpad")
-    return {**said, "mask": expression(lambda b, h, i, j: j >= of[b], "mask")}
+    return {**options, "mask": expression(lambda b, h, i, j: j >= of[b], "mask")}
 
 
-def _places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new: New) -> Places:
-    """Where new tokens go; the tokens fit there, in shape, too."""
+def _find_places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new: New) -> Places:
+    """Returns where new tokens go. Raises unless they fit there, in shape, too."""
     k, v, page_size = new.k, new.v, cache.k.shape[1]
     assert k is not None and v is not None
     device, batch, starts = cache.k.device, len(before), torch.tensor(before, dtype=torch.int64)
@@ -286,10 +282,10 @@ def _places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new:
     return Places(page.to(device), (at % page_size).to(device), item, nth)
 
 
-def _turned(
-    q: Tensor, q_lens: tuple[int, ...] | None, new: New, at: Places, before: tuple[int, ...], said: dict[str, Any]
+def _turn(
+    q: Tensor, q_lens: tuple[int, ...] | None, new: New, at: Places, before: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Queries and new keys by their positions; without a mask of positions every query is at the first new key."""
+    """Turns queries and new keys by their positions; without a mask of positions queries are at the first new key."""
     k = new.k
     assert k is not None
     if new.cos is None:
@@ -299,7 +295,7 @@ def _turned(
         "rotary_seqlens", new.rotary_seqlens, len(before), room, "the positions of rotary_cos"
     )  # fmt: skip
     starts = torch.tensor(given, dtype=torch.int64)
-    moves = said["causal"] or said.get("window") is not None
+    moves = options["causal"] or options.get("window") is not None
     if q_lens is None:
         nth = torch.arange(q.shape[1])
         q_at, q_layout = starts[:, None] + (nth if moves else nth * 0), "blhd"

@@ -7,24 +7,14 @@ import sys
 import types
 from typing import Any
 
-from ..errors import ArgumentError, shown
+from .. import ArgumentError
+from ..adapting import shown
 from . import bert_padding, interface, kernels, v3, v4
 
 VERSION = "2.8.4"  # of flash-attn, whose calls these are
-_PRIVATE = (
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-)
+_PRIVATE = tuple(name for name in vars(kernels) if name.startswith("_flash_attn_"))
 _CALLS = tuple(name for name in vars(interface) if name.startswith("flash_attn_"))
-_PADDING = (
-    "index_first_axis",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
-    "unpad_input_for_concatenated_sequences",
-)
+_PADDING = tuple(name for name in vars(bert_padding) if "pad_input" in name or name.endswith("first_axis"))
 _before: dict[str, types.ModuleType | None] = {}
 
 
@@ -48,12 +38,14 @@ def install(versions: tuple[int, ...] = (2,)) -> None:
         raise ArgumentError(f"versions: expected a tuple of 2, 3 and 4, as (2,) or (2, 3, 4); got {shown(versions)}.")
     new = {}
     if 2 in versions or 4 in versions:
-        new |= _version_2()
+        new |= _make_version_2()
     if 3 in versions:
-        new["flash_attn_interface"] = _module("flash_attn_interface", v3, (*v3.__all__, *_PRIVATE[:2]))
+        new["flash_attn_interface"] = _make_module(
+            "flash_attn_interface", v3, (*v3.__all__, "_flash_attn_forward", "_flash_attn_backward")
+        )
     if 4 in versions:
-        new["flash_attn.cute"] = _module("flash_attn.cute", v4, v4.__all__, package=True)
-        new["flash_attn.cute.interface"] = _module("flash_attn.cute.interface", v4, v4.__all__)
+        new["flash_attn.cute"] = _make_module("flash_attn.cute", v4, v4.__all__, package=True)
+        new["flash_attn.cute.interface"] = _make_module("flash_attn.cute.interface", v4, v4.__all__)
         vars(new["flash_attn.cute"])["interface"] = new["flash_attn.cute.interface"]
         vars(new["flash_attn"])["cute"] = new["flash_attn.cute"]
     uninstall()
@@ -76,17 +68,17 @@ def uninstall() -> None:
     _before.clear()
 
 
-def _version_2() -> dict[str, types.ModuleType]:
-    top = _module("flash_attn", interface, _CALLS, package=True)
-    calls = _module("flash_attn.flash_attn_interface", interface, _CALLS)
+def _make_version_2() -> dict[str, types.ModuleType]:
+    top = _make_module("flash_attn", interface, _CALLS, package=True)
+    calls = _make_module("flash_attn.flash_attn_interface", interface, _CALLS)
     vars(calls).update({name: getattr(kernels, name) for name in _PRIVATE})
-    padding = _module("flash_attn.bert_padding", bert_padding, _PADDING)
+    padding = _make_module("flash_attn.bert_padding", bert_padding, _PADDING)
     vars(top).update(flash_attn_interface=calls, bert_padding=padding)
     return {x.__name__: x for x in (top, calls, padding)}
 
 
-def _module(name: str, source: types.ModuleType, names: Any, *, package: bool = False) -> types.ModuleType:
-    """A module of that name with some of what another one has."""
+def _make_module(name: str, source: types.ModuleType, names: Any, *, package: bool = False) -> types.ModuleType:
+    """Makes a module of that name with some of what another one has."""
     made = types.ModuleType(name, f"{source.__doc__} Installed by speedlight.flash_attn.install().")
     made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=package)
     made.__package__ = name if package else name.rpartition(".")[0]

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ..torch.attending import attention
-from .caches import Cache, New, attended_cache, check_given
-from .kernels import check_no_weights, paged_lengths
-from .options import check_tensors, dropped_weights, infinite_where_empty, options_of, unpacked
-from .sequences import PADDED, Side, attended, attended_pages, check_offsets, check_sides
+from .caches import Cache, New, attend_cache, check_given
+from .kernels import check_no_weights, read_paged_lengths
+from .options import check_tensors, find_dropped, infinite_where_empty, options_of, unpacked
+from .sequences import PADDED, Side, attend, attend_pages, check_offsets, check_sides
 
 
 def flash_attn_func(
@@ -26,7 +26,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_func of flash-attn 2, on the CPU, too, in float32 and float64, too, of any head dim.
+    """Attends as flash-attn 2's flash_attn_func does; on the CPU, too, in float32 and float64, too, of any head dim.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
@@ -56,11 +56,11 @@ def flash_attn_func(
     """
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=return_attn_probs is True)
     check_sides(q, k, v, *PADDED)
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
+    options = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     if not return_attn_probs:
-        return attention(q, k, v, layout="blhd", **said)
-    out, lse = attention(q, k, v, layout="blhd", return_lse=True, **said)
-    return out, infinite_where_empty(lse), dropped_weights(q, k, said)
+        return attention(q, k, v, layout="blhd", **options)
+    out, lse = attention(q, k, v, layout="blhd", return_lse=True, **options)
+    return out, infinite_where_empty(lse), find_dropped(q, k, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -74,7 +74,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func() of queries, keys and values in one tensor, (batch, seqlen, 3, nheads, headdim).
+    """Calls flash_attn_func() with queries, keys and values of one tensor, (batch, seqlen, 3, nheads, headdim).
 
     >>> import torch, speedlight.flash_attn
     >>> speedlight.flash_attn.flash_attn_qkvpacked_func(torch.ones(2, 5, 3, 8, 16)).shape
@@ -98,7 +98,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func() of keys and values in one tensor, (batch, seqlen_k, 2, nheads_k, headdim).
+    """Calls flash_attn_func() with keys and values of one tensor, (batch, seqlen_k, 2, nheads_k, headdim).
 
     >>> import torch, speedlight.flash_attn
     >>> speedlight.flash_attn.flash_attn_kvpacked_func(torch.ones(2, 5, 8, 16), torch.ones(2, 7, 2, 2, 16)).shape
@@ -128,7 +128,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """flash_attn_func() of packed sequences.
+    """Attends within packed sequences, as flash_attn_func() within a batch.
 
     Args:
         q: (total_q, nheads, headdim).
@@ -153,16 +153,16 @@ def flash_attn_varlen_func(
     ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     check_tensors({"q": q, "k": k, "v": v}, {}, {**ends, "block_table": block_table}, strict=return_attn_probs is True)
     check_offsets(ends)
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
+    options = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
     if return_attn_probs:
-        check_no_weights(said)
+        check_no_weights(options)
     queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k)
     if block_table is not None:
-        out, lse = attended_pages(q, (k, v), block_table, paged_lengths(keys), queries, said)
+        out, lse = attend_pages(q, (k, v), block_table, read_paged_lengths(keys), queries, options)
     elif not return_attn_probs:
-        return attended(q, k, v, queries, keys, said, False)
+        return attend(q, k, v, queries, keys, options, False)
     else:
-        out, lse = attended(q, k, v, queries, keys, said, True)
+        out, lse = attend(q, k, v, queries, keys, options, True)
     return (out, infinite_where_empty(lse), q.new_empty(0)) if return_attn_probs else out
 
 
@@ -179,7 +179,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_varlen_func() of queries, keys and values in one tensor, (total, 3, nheads, headdim).
+    """Calls flash_attn_varlen_func() with queries, keys and values of one tensor, (total, 3, nheads, headdim).
 
     >>> import torch, speedlight.flash_attn
     >>> speedlight.flash_attn.flash_attn_varlen_qkvpacked_func(torch.ones(7, 3, 8, 16), torch.tensor([0, 7]), 7).shape
@@ -209,7 +209,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_varlen_func() of keys and values in one tensor, (total_k, 2, nheads_k, headdim).
+    """Calls flash_attn_varlen_func() with keys and values of one tensor, (total_k, 2, nheads_k, headdim).
 
     >>> import torch, speedlight.flash_attn
     >>> q, kv, ends = torch.ones(3, 8, 16), torch.ones(7, 2, 2, 16), (torch.tensor([0, 3]), torch.tensor([0, 7]))
@@ -244,7 +244,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_with_kvcache of flash-attn 2: new tokens are put into a cache in place, then attended to.
+    """Puts new tokens into a cache in place, then attends, as flash-attn 2's flash_attn_with_kvcache does.
 
     Args:
         q: (batch, seqlen, nheads, headdim). The last query is at the last key.
@@ -279,6 +279,6 @@ def flash_attn_with_kvcache(
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     new = New(k, v, None, rotary_cos, rotary_sin, rotary_interleaved)
     check_given(q, cache, new)
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    out, lse = attended_cache(q, None, cache, new, None, said)
+    options = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    out, lse = attend_cache(q, None, cache, new, None, options)
     return (out, infinite_where_empty(lse)) if return_softmax_lse else out

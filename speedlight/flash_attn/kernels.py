@@ -1,4 +1,4 @@
-"""What flash_attn's own autograd functions call, and other libraries import: forward and backward, each alone."""
+"""Forward and backward passes, each alone: flash_attn's private functions, which other libraries import."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays.array import listed
-from ..calls.backward import attention_backward
-from ..errors import ArgumentError
-from ..problem.checks import packed_offsets
-from .options import check_apart, check_tensors, check_written, dropped_weights, infinite_where_empty, options_of
-from .sequences import Side, attended, attended_pages, check_offsets
+from .. import ArgumentError, attention_backward
+from ..problem.checks import listed, packed_offsets
+from .options import check_apart, check_tensors, check_written, find_dropped, infinite_where_empty, options_of
+from .sequences import Side, attend, attend_pages, check_offsets
 
 
 def _flash_attn_forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, softmax_lse, S_dmask, rng_state); rng_state holds the seed of dropout."""
+    """Returns (out, softmax_lse, S_dmask, rng_state); rng_state holds the seed of dropout."""
     window = window_size_left, window_size_right
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
     with torch.no_grad():
-        said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
-        out, lse = attended(q, k, v, Side("q"), Side("k"), said, True)
-        weights = dropped_weights(q, k, said) if return_softmax else q.new_empty(0)
-        return out, infinite_where_empty(lse), weights, _state_of(said, q)
+        options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
+        out, lse = attend(q, k, v, Side("q"), Side("k"), options, True)
+        weights = find_dropped(q, k, options) if return_softmax else q.new_empty(0)
+        return out, infinite_where_empty(lse), weights, _make_state(options, q)
 
 
 def _flash_attn_varlen_forward(
@@ -37,7 +35,7 @@ def _flash_attn_varlen_forward(
     return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same of packed sequences; S_dmask is not offered."""
+    """Returns what _flash_attn_forward() does, of packed sequences; S_dmask is not offered."""
     if leftpad_k is not None:
         raise ArgumentError("leftpad_k: expected None; got a tensor. Slice k, or use flash_attn_with_kvcache().")
     ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -46,15 +44,15 @@ def _flash_attn_varlen_forward(
     check_offsets(ends if seqused_k is None else {"cu_seqlens_q": cu_seqlens_q})
     window = window_size_left, window_size_right
     with torch.no_grad():
-        said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
+        options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
         if return_softmax:
-            check_no_weights(said)
+            check_no_weights(options)
         queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k, seqused_k)
         if block_table is None:
-            out, lse = attended(q, k, v, queries, keys, said, True)
+            out, lse = attend(q, k, v, queries, keys, options, True)
         else:
-            out, lse = attended_pages(q, (k, v), block_table, paged_lengths(keys), queries, said)
-        return out, infinite_where_empty(lse), q.new_empty(0), _state_of(said, q)
+            out, lse = attend_pages(q, (k, v), block_table, read_paged_lengths(keys), queries, options)
+        return out, infinite_where_empty(lse), q.new_empty(0), _make_state(options, q)
 
 
 def _flash_attn_backward(
@@ -66,9 +64,9 @@ def _flash_attn_backward(
     """Writes dq, dk and dv; returns the row sums of dout · out, (batch, heads, q_len)."""
     check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}, {}, {}, strict=True)
     window = window_size_left, window_size_right
-    said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _dropping(dropout_p, rng_state)
-    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), {**said, "layout": "blhd"})
-    return row_sums(dout, out).transpose(1, 2)
+    options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _read_dropout(dropout_p, rng_state)
+    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), {**options, "layout": "blhd"})
+    return sum_rows(dout, out).transpose(1, 2)
 
 
 def _flash_attn_varlen_backward(
@@ -78,20 +76,20 @@ def _flash_attn_varlen_backward(
     window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     rng_state: Tensor | None = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The same of packed sequences; row sums (heads, total)."""
+    """Writes dq, dk and dv of packed sequences; returns row sums (heads, total)."""
     check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}, {}, {}, strict=True)
     window = window_size_left, window_size_right
-    said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, offsets=cu_seqlens_q)
-    said |= _dropping(dropout_p, rng_state)
-    said |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), said)
-    return row_sums(dout, out).transpose(0, 1)
+    options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, offsets=cu_seqlens_q)
+    options |= _read_dropout(dropout_p, rng_state)
+    options |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), options)
+    return sum_rows(dout, out).transpose(0, 1)
 
 
-def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], said: dict[str, Any]) -> None:
-    """What flows back to q, k and v, into tensors that may be of another dtype."""
+def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
+    """Writes gradients of q, k and v into tensors that may be of another dtype."""
     with torch.no_grad():
-        found = attention_backward(*given, **said)
+        found = attention_backward(*given, **options)
         for name, x, y in zip(("dq", "dk", "dv"), to, found, strict=True):
             if x is not None:
                 check_written(name, x, y.shape)
@@ -101,35 +99,35 @@ def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], sa
                 x.copy_(y)
 
 
-def row_sums(dout: Tensor, out: Tensor) -> Tensor:
-    """Of what flows in, times what came out."""
+def sum_rows(dout: Tensor, out: Tensor) -> Tensor:
+    """Returns the sums of upstream gradient · output over each row."""
     with torch.no_grad():
         return (dout.float() * out.float()).sum(-1)
 
 
-def check_no_weights(said: dict[str, Any]) -> None:
-    """Of packed sequences, weights that tell what was dropped are not offered."""
-    if "dropout" in said:
+def check_no_weights(options: dict[str, Any]) -> None:
+    """Refuses weights of packed sequences, which would tell what was dropped."""
+    if "dropout" in options:
         raise ArgumentError(
             "return_attn_probs: expected False beside dropout_p for packed sequences; got True. Their weights are not "
             "kept: call flash_attn_func() for each sequence, or speedlight.reference.keep_mask()."
         )
 
 
-def paged_lengths(keys: Side) -> Any:
-    """Keys of every sequence that lies in pages: those that are used, or by its offsets."""
+def read_paged_lengths(keys: Side) -> Any:
+    """Returns the keys of every sequence that lies in pages: those that are used, or by its offsets."""
     if keys.used is not None:
         return keys.used
     ends = listed(keys.offsets, "cu_seqlens_k", "a sequence of ints")
     return [b - a for a, b in itertools.pairwise(packed_offsets("cu_seqlens_k", ends, ends[-1] if ends else 0))]
 
 
-def _state_of(said: dict[str, Any], q: Tensor) -> Tensor:
-    return torch.tensor([said.get("seed", 0), 0], dtype=torch.int64, device=q.device)
+def _make_state(options: dict[str, Any], q: Tensor) -> Tensor:
+    return torch.tensor([options.get("seed", 0), 0], dtype=torch.int64, device=q.device)
 
 
-def _dropping(dropout_p: float, rng_state: Tensor | None) -> dict[str, Any]:
-    """Dropout of a forward call, by what it returned."""
+def _read_dropout(dropout_p: float, rng_state: Tensor | None) -> dict[str, Any]:
+    """Returns the dropout of a forward call, by what that returned."""
     if not dropout_p:
         return {}
     if rng_state is None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ArgumentError, ArgumentTypeError, attention_paged
+from ..adapting import Renamed, rows_in_use
 from ..arrays.array import is_followed
-from ..calls.paged import attention_paged
-from ..errors import ArgumentError, ArgumentTypeError, Error, rename
 from ..problem.checks import item_lengths, packed_offsets
 from ..torch.attending import attention
 from .options import check_tensors
@@ -30,7 +30,7 @@ _AXES = {3: "(total, nheads, headdim) beside", 4: "(batch, seqlen, nheads, headd
 
 
 class PageNames(NamedTuple):
-    """What a caller calls the arguments of attention_paged()."""
+    """Names that a caller knows the arguments of attention_paged() by."""
 
     k: str
     v: str
@@ -48,35 +48,37 @@ class Packing(NamedTuple):
     rows: Tensor | None
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, said: dict[str, Any], return_lse: bool) -> Any:
-    """attention(), of whatever both sides are; rows of queries that are not used get 0, and -inf."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, options: dict[str, Any], return_lse: bool
+) -> Any:
+    """Attends, whatever both sides are; rows of queries that are not used get 0, and -inf."""
     check_sides(q, k, v, queries, keys)
     if queries.used is keys.used is None:
         if queries.offsets is keys.offsets is None:
-            return attention(q, k, v, layout="blhd", return_lse=return_lse, **said)
+            return attention(q, k, v, layout="blhd", return_lse=return_lse, **options)
         if queries.offsets is not None and keys.offsets is not None:
             cu_q, cu_k = queries.offsets, keys.offsets
-            said = {**said, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-            return attention(q, k, v, layout="lhd", return_lse=return_lse, **said)
+            options = {**options, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+            return attention(q, k, v, layout="lhd", return_lse=return_lse, **options)
     if queries.offsets is keys.offsets is None:
-        said = {**said, "k_lengths": lengths(keys, k)}
+        options = {**options, "k_lengths": read_lengths(keys, k)}
         if queries.used is not None:
-            said["q_lengths"] = lengths(queries, q)
+            options["q_lengths"] = read_lengths(queries, q)
         if q.shape[1] == k.shape[1]:  # where attention() asks for starts: the last query is at the last key
-            both = zip(lengths(queries, q), said["k_lengths"], strict=False)
-            said["q_start"] = [n - m for m, n in both]
-        return attention(q, k, v, layout="blhd", return_lse=return_lse, **said)
+            both = zip(read_lengths(queries, q), options["k_lengths"], strict=False)
+            options["q_start"] = [n - m for m, n in both]
+        return attention(q, k, v, layout="blhd", return_lse=return_lse, **options)
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
-    packing = packed(queries, q)
-    offsets, rows = packed(keys, k)
-    k, v = (_rows(x, keys, rows) for x in (k, v))
-    said = {**said, "layout": "lhd", "cu_seqlens_q": packing.offsets, "cu_seqlens_k": offsets}
-    found = attention(_rows(q, queries, packing.rows), k, v, return_lse=True, **said)
-    return _placed(found, q, queries, packing, return_lse)
+    packing = pack(queries, q)
+    offsets, rows = pack(keys, k)
+    k, v = (_take_rows(x, keys, rows) for x in (k, v))
+    options = {**options, "layout": "lhd", "cu_seqlens_q": packing.offsets, "cu_seqlens_k": offsets}
+    found = attention(_take_rows(q, queries, packing.rows), k, v, return_lse=True, **options)
+    return _put_back(found, q, queries, packing, return_lse)
 
 
 def check_sides(q: Any, k: Any, v: Any, queries: Side, keys: Side) -> None:
-    """Each is packed or padded, as its side says."""
+    """Raises unless each is packed or padded, as its side says."""
     for name, x, side in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
         dims = 4 if side.offsets is None else 3
         if x.ndim != dims:
@@ -86,7 +88,7 @@ def check_sides(q: Any, k: Any, v: Any, queries: Side, keys: Side) -> None:
 
 
 def check_offsets(given: dict[str, Any]) -> None:
-    """Offsets that a call cannot do without, by name."""
+    """Raises unless the offsets that a call cannot do without are given; by name."""
     for name, x in given.items():
         if x is None:
             raise ArgumentTypeError(
@@ -103,37 +105,33 @@ def _check_pages(pages: tuple[Tensor, Tensor], names: tuple[str, str]) -> None:
             )
 
 
-def attended_pages(
+def attend_pages(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
     table: Any,
     k_lengths: Any,
     queries: Side,
-    said: dict[str, Any],
+    options: dict[str, Any],
     names: PageNames = PAGES,
 ) -> Any:
-    """attention_paged(), (out, lse), whose errors have the caller's names. Where gradients flow keys are copied."""
+    """Attends over pages: (out, lse), with errors in the caller's names. Where gradients flow keys are copied."""
     _check_pages(pages, names[:2])
     check_sides(q, q, q, queries, queries)
-    try:
+    with Renamed(dict(zip(("k_pages", "v_pages", "block_table", "k_lengths"), names, strict=True))):
         if any([is_followed(x) for x in (q, *pages) if isinstance(x, Tensor)]):
-            keys, k, v = _gathered(q, pages, table, k_lengths)
-            return attended(q, k, v, queries, keys, said, True)
-        said = {**said, "return_lse": True}
+            keys, k, v = _gather(q, pages, table, k_lengths)
+            return attend(q, k, v, queries, keys, options, True)
+        options = {**options, "return_lse": True}
         if queries.offsets is queries.used is None:
-            return attention_paged(q, *pages, table, k_lengths, layout="blhd", **said)
-        packing = packed(queries, q)
-        said |= {"layout": "lhd", "cu_seqlens_q": packing.offsets}
-        found = attention_paged(_rows(q, queries, packing.rows), *pages, table, k_lengths, **said)
-    except Error as error:
-        rename(error, dict(zip(("k_pages", "v_pages", "block_table", "k_lengths"), names, strict=True)))
-        raise
-
-    return _placed(found, q, queries, packing, True)
+            return attention_paged(q, *pages, table, k_lengths, layout="blhd", **options)
+        packing = pack(queries, q)
+        options |= {"layout": "lhd", "cu_seqlens_q": packing.offsets}
+        found = attention_paged(_take_rows(q, queries, packing.rows), *pages, table, k_lengths, **options)
+    return _put_back(found, q, queries, packing, True)
 
 
-def _gathered(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: Any) -> tuple[Side, Tensor, Tensor]:
-    """Keys and values that lie in pages, packed; a call without queries checks where they lie."""
+def _gather(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: Any) -> tuple[Side, Tensor, Tensor]:
+    """Packs keys and values that lie in pages; a call without queries checks where they lie."""
     table, k_lengths = torch.as_tensor(table), torch.as_tensor(k_lengths)
     with torch.no_grad():
         none = q.new_empty(table.shape[0] if table.dim() else 1, 0, *q.shape[-2:])
@@ -146,8 +144,8 @@ def _gathered(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: An
     return Side("k", offsets), k, v
 
 
-def lengths(side: Side, x: Tensor) -> tuple[int, ...]:
-    """Of every sequence what is used, and it is there."""
+def read_lengths(side: Side, x: Tensor) -> tuple[int, ...]:
+    """Returns how much of every sequence is used. Raises unless it is there."""
     if side.offsets is None:
         return item_lengths(f"seqused_{side.name}", side.used, x.shape[0], x.shape[1])
     offsets = packed_offsets(f"cu_seqlens_{side.name}", side.offsets, x.shape[0])
@@ -164,28 +162,26 @@ def lengths(side: Side, x: Tensor) -> tuple[int, ...]:
     return used
 
 
-def packed(side: Side, x: Tensor) -> Packing:
-    """How the sequences of a side are packed, or can be."""
-    used = lengths(side, x)
+def pack(side: Side, x: Tensor) -> Packing:
+    """Returns how the sequences of a side are packed, or can be."""
+    used = read_lengths(side, x)
     if side.offsets is None:
         starts = list(range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])) if x.shape[1] else [0] * (x.shape[0] + 1)
     else:
         starts = list(packed_offsets(f"cu_seqlens_{side.name}", side.offsets, x.shape[0]))
     if side.used is None:
         return Packing(starts, None)
-    pieces = [torch.arange(a, a + n) for a, n in zip(starts, used, strict=False)]
-    rows = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
-    return Packing([0, *itertools.accumulate(used)], rows.to(x.device))
+    return Packing([0, *itertools.accumulate(used)], rows_in_use(starts, used).to(x.device))
 
 
-def _rows(x: Tensor, side: Side, rows: Tensor | None) -> Tensor:
-    """(total, heads, dim) of what is used."""
+def _take_rows(x: Tensor, side: Side, rows: Tensor | None) -> Tensor:
+    """Returns what is used, (total, heads, dim)."""
     x = x.flatten(0, 1) if side.offsets is None else x
     return x if rows is None else x[rows]
 
 
-def _placed(found: Any, q: Tensor, queries: Side, packing: Packing, return_lse: bool) -> Any:
-    """Results of packed queries, where the queries were."""
+def _put_back(found: Any, q: Tensor, queries: Side, packing: Packing, return_lse: bool) -> Any:
+    """Returns results of packed queries where the queries were."""
     out, lse = found
     total = q.shape[0] * q.shape[1] if queries.offsets is None else q.shape[0]
     if packing.rows is not None:

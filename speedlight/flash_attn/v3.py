@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls.merge import merge
-from ..errors import ArgumentError
-from .caches import Cache, New, attended_cache, check_given
-from .kernels import row_sums, write_gradients
-from .options import OTHER_ORDER, check_tensors, check_written, options_of, refuse, unpacked
-from .sequences import Side, attended, lengths
+from .. import ArgumentError, merge
+from ..adapting import Library
+from .caches import Cache, New, attend_cache, check_given
+from .kernels import sum_rows, write_gradients
+from .options import OTHER_ORDER, V3, check_tensors, check_written, options_of, unpacked
+from .sequences import Side, attend, read_lengths
 
+_OVER_CACHE = Library(
+    "flash-attn 3, over a cache",
+    refused=dict.fromkeys(("cu_seqlens_k", "seqused_q"), "Over a cache, lengths are seqused_k and cu_seqlens_q."),
+)
 __all__ = [
     "flash_attn_combine",
     "flash_attn_func",
@@ -43,7 +47,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of flash-attn 3.
+    """Attends as flash_attn_func of flash-attn 3 does.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
@@ -70,9 +74,9 @@ def flash_attn_func(
     """
     check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, {}, strict=qv is not None, hint=OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
-    q, k = absorbed(q, k, v, qv)
-    said = options_of(q, softmax_scale, causal, window_size, softcap)
-    return attended(q, k, v, Side("q"), Side("k"), said, return_attn_probs)
+    q, k = absorb(q, k, v, qv)
+    options = options_of(q, softmax_scale, causal, window_size, softcap)
+    return attend(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -90,8 +94,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func() of one tensor: (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, heads, headdim) with
-    num_heads_q heads of queries, then as many of keys as of values.
+    """Calls flash_attn_func() with one tensor: (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, heads, headdim)
+    with num_heads_q heads of queries, then as many of keys as of values.
 
     >>> import torch, speedlight.flash_attn
     >>> speedlight.flash_attn.v3.flash_attn_qkvpacked_func(torch.ones(2, 5, 12, 16), num_heads_q=8).shape
@@ -108,8 +112,8 @@ def flash_attn_qkvpacked_func(
             )
         q, k, v = qkv.split([num_heads_q, left // 2, left // 2], dim=2)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
-    said = options_of(q, softmax_scale, causal, window_size, softcap)
-    return attended(q, k, v, Side("q"), Side("k"), said, return_attn_probs)
+    options = options_of(q, softmax_scale, causal, window_size, softcap)
+    return attend(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -137,7 +141,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func() of sequences of their own lengths.
+    """Attends within sequences of their own lengths, as flash_attn_func() within a batch.
 
     Args:
         q: (total_q, nheads, headdim), or (batch, seqlen, nheads, headdim) where cu_seqlens_q is None.
@@ -161,16 +165,16 @@ def flash_attn_varlen_func(
     used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, ends | used, strict=qv is not None, hint=OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
-    q, k = absorbed(q, k, v, qv)
-    said = options_of(q, softmax_scale, causal, window_size, softcap)
+    q, k = absorb(q, k, v, qv)
+    options = options_of(q, softmax_scale, causal, window_size, softcap)
     queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
-    return attended(q, k, v, queries, keys, said, return_attn_probs)
+    return attend(q, k, v, queries, keys, options, return_attn_probs)
 
 
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over several sets of keys, from the attention over each.
+    """Joins the attention over several sets of keys.
 
     Args:
         out_partial: (splits, batch, seqlen, nheads, headdim).
@@ -230,7 +234,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """flash_attn_with_kvcache of flash-attn 3: new tokens are put into a cache in place, then attended to.
+    """Puts new tokens into a cache in place, then attends, as flash-attn 3's flash_attn_with_kvcache does.
 
     Args:
         q: (batch, seqlen, nheads, headdim), or (total_q, nheads, headdim) beside cu_seqlens_q.
@@ -260,27 +264,27 @@ def flash_attn_with_kvcache(
     new = New(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     check_given(q, cache, new, qv, cu_seqlens_q, OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
-    said = options_of(q, softmax_scale, causal, window_size, softcap)
+    options = options_of(q, softmax_scale, causal, window_size, softcap)
     if qv is not None:
         check_absorbed(q, v_cache, qv)
-        said.setdefault("scale", (q.shape[-1] + qv.shape[-1]) ** -0.5)
-    out, lse = attended_cache(q, cu_seqlens_q, cache, new, qv, said)
+        options.setdefault("scale", (q.shape[-1] + qv.shape[-1]) ** -0.5)
+    out, lse = attend_cache(q, cu_seqlens_q, cache, new, qv, options)
     return (out, lse, out.new_empty(0), out.new_empty(0)) if return_softmax_lse else out
 
 
-def get_scheduler_metadata(*given: Any, **options: Any) -> Tensor:
-    """What flash-attn 3 computes ahead for flash_attn_with_kvcache(scheduler_metadata=…), which needs nothing here.
+def get_scheduler_metadata(*given: Any, **named: Any) -> Tensor:
+    """Returns what flash_attn_with_kvcache(scheduler_metadata=…) takes: nothing, since nothing is computed ahead here.
 
     >>> import torch, speedlight.flash_attn
     >>> speedlight.flash_attn.v3.get_scheduler_metadata(2, 1, 64, 8, 2, 16, torch.tensor([5, 7])).shape
     torch.Size([0])
     """
-    devices = [x.device for x in (*given, *options.values()) if isinstance(x, Tensor)]
+    devices = [x.device for x in (*given, *named.values()) if isinstance(x, Tensor)]
     return torch.empty(0, dtype=torch.int32, device=devices[0] if devices else None)
 
 
-def absorbed(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries and keys of which each score is q·k + qv·v."""
+def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns queries and keys of which each score is q·k + qv·v."""
     if qv is None:
         return q, k
     check_absorbed(q, v, qv)
@@ -288,17 +292,14 @@ def absorbed(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor
 
 
 def check_absorbed(q: Tensor, v: Tensor, qv: Tensor) -> None:
-    """qv goes with q and v."""
+    """Raises unless qv goes with q and v."""
     shape = (*q.shape[:-1], v.shape[-1])
     if qv.shape != shape:
         raise ArgumentError(f"qv: expected shape {shape}, as q with v's dim last; got {tuple(qv.shape)}. {OTHER_ORDER}")
 
 
 def _refuse(q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: Any) -> None:
-    fp8 = "8-bit floats are not offered: convert q, k and v to bfloat16."
-    refuse(("q_descale", q_descale, fp8), ("k_descale", k_descale, fp8), ("v_descale", v_descale, fp8))
-    chunk = "speedlight.attention(mask=lambda b, h, i, j: i // n == j // n, causal=True) is attention in chunks of n."
-    refuse(("attention_chunk", attention_chunk or None, chunk))
+    V3.refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None)
 
 
 def _flash_attn_forward(
@@ -313,14 +314,13 @@ def _flash_attn_forward(
     attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
     num_splits: int = 1, pack_gqa: bool | None = None, sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, softmax_lse, and two empty tensors)."""
+    """Returns (out, softmax_lse, and two empty tensors)."""
     window = window_size_left, window_size_right
     if out_ is not None:
         check_written("out_", out_, (*q.shape[:-1], v.shape[-1]))
     with torch.no_grad():
         if any([x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)]):
-            for name, x in (("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
-                refuse((name, x, "Over a cache, lengths are seqused_k and cu_seqlens_q."))
+            _OVER_CACHE.refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
             out, lse, *_ = flash_attn_with_kvcache(
                 q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table,
                 cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, q_descale, k_descale, v_descale,
@@ -344,7 +344,7 @@ def _flash_attn_backward(
     deterministic: bool = False, sm_margin: int = 0,
 ) -> Tensor:  # fmt: skip
     """Writes dq, dk and dv; returns the row sums of dout · out: (batch, heads, q_len), or (heads, total)."""
-    said = options_of(q, softmax_scale, is_causal, (window_size_left, window_size_right), softcap)
+    options = options_of(q, softmax_scale, is_causal, (window_size_left, window_size_right), softcap)
     packed = cu_seqlens_q is not None
     if packed != (cu_seqlens_k is not None) or (packed and (sequed_q is not None or sequed_k is not None)):
         raise ArgumentError(
@@ -352,11 +352,11 @@ def _flash_attn_backward(
             "flash_attn_varlen_func() has gradients of all of them."
         )
     if packed:
-        said |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        options |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     else:
-        q_lens, k_lens = lengths(Side("q", None, sequed_q), q), lengths(Side("k", None, sequed_k), k)
+        q_lens, k_lens = read_lengths(Side("q", None, sequed_q), q), read_lengths(Side("k", None, sequed_k), k)
         starts = [b - a for a, b in zip(q_lens, k_lens, strict=False)]
-        said |= {"layout": "blhd", "q_lengths": q_lens, "k_lengths": k_lens, "q_start": starts}
-    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), said)
-    sums = row_sums(dout, out)
+        options |= {"layout": "blhd", "q_lengths": q_lens, "k_lengths": k_lens, "q_start": starts}
+    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), options)
+    sums = sum_rows(dout, out)
     return sums.transpose(-1, -2)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
-from ..expressions.tables import Table, table
-from ..expressions.tracing import Expression, check_returned, expression
+from .. import ArgumentError, ArgumentTypeError, Expression, Table, UnsupportedError, expression, table
+from ..adapting import shown
+from ..expressions.tracing import check_returned
 from . import v3
-from .options import OTHER_ORDER, check_tensors, options_of, refuse, sides
-from .sequences import PAGES, Side, attended, attended_pages, check_sides, lengths, packed
+from .options import OTHER_ORDER, V4, check_tensors, options_of, read_sides
+from .sequences import PAGES, Side, attend, attend_pages, check_sides, pack, read_lengths
 
 __all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -24,7 +24,7 @@ _MLA_DIM = 512  # of values that are their own keys: flash-attn 4 then orders lo
 
 
 class SeqlenInfo(NamedTuple):
-    """What score_mod and mask_mod learn of a sequence: numbers, or entries of tables by its place in the batch.
+    """Sequence as score_mod and mask_mod know it: numbers, or entries of tables by its place in the batch.
 
     >>> from speedlight.flash_attn.v4 import SeqlenInfo
     >>> SeqlenInfo(0, 0, 5, 7).seqlen_k
@@ -38,7 +38,7 @@ class SeqlenInfo(NamedTuple):
 
 
 class SchedulerMetadata(NamedTuple):
-    """What get_scheduler_metadata() returns, by flash-attn 4's names: nothing."""
+    """Result of get_scheduler_metadata(), by flash-attn 4's names: nothing."""
 
     num_m_blocks_ptr: None = None
     num_splits_dynamic_ptr: None = None
@@ -51,7 +51,7 @@ class SchedulerMetadata(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """Functions of scores and positions, and what they are given beside."""
+    """Functions of scores and positions, and what they look up."""
 
     score: Callable[..., Any] | None
     mask: Callable[..., Any] | None
@@ -82,7 +82,7 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """flash_attn_func of flash-attn 4.
+    """Attends as flash_attn_func of flash-attn 4 does.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
@@ -121,24 +121,13 @@ def flash_attn_func(
     >>> out.shape, lse
     (torch.Size([2, 5, 8, 24]), None)
     """
-    q, k, qv, heads_last = _multiplied(q, k, v, qv, {})
-    sparse = "Which keys are seen, mask_mod says."
-    refuse(
-        ("gather_kv_indices", gather_kv_indices, sparse),
-        ("block_sparse_tensors", block_sparse_tensors, sparse),
-        ("block_sparse_tensors_bwd", block_sparse_tensors_bwd, sparse),
-        ("score_mod_bwd", score_mod_bwd, "The derivative of score_mod is taken here."),
-    )
-    with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
-    q, k = v3.absorbed(q, k, v, qv)
-    mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
-    said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
-    queries, keys = Side("q"), Side("k")
-    check_sides(q, k, v, queries, keys)
-    if score_mod is not None or mask_mod is not None:
-        batch = q.shape[0]
-        said |= _modified(mods, _info([0], [0], [q.shape[1]] * batch, [k.shape[1]] * batch))
-    return _results(attended(q, k, v, queries, keys, said, with_lse), return_lse, heads_last)
+    V4.refuse(block_sparse_tensors_bwd=block_sparse_tensors_bwd)
+    return flash_attn_varlen_func(
+        q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, learnable_sink=learnable_sink, softcap=softcap, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars, return_lse=return_lse,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -174,7 +163,7 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """flash_attn_func() of sequences of their own lengths.
+    """Attends within sequences of their own lengths, as flash_attn_func() within a batch.
 
     Args:
         q: (total_q, nheads, headdim), or (batch, seqlen, nheads, headdim) where cu_seqlens_q is None.
@@ -201,32 +190,29 @@ def flash_attn_varlen_func(
     """
     ints = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
     ints["page_table"] = page_table
-    q, k, qv, heads_last = _multiplied(q, k, v, qv, ints)
-    sparse = "Which keys are seen, mask_mod says."
-    refuse(
-        ("gather_kv_indices", gather_kv_indices, sparse),
-        ("block_sparse_tensors", block_sparse_tensors, sparse),
-        ("score_mod_bwd", score_mod_bwd, "The derivative of score_mod is taken here."),
+    q, k, qv, heads_last = _choose_factors(q, k, v, qv, ints)
+    V4.refuse(
+        gather_kv_indices=gather_kv_indices, block_sparse_tensors=block_sparse_tensors, score_mod_bwd=score_mod_bwd
     )
     with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
-    q, k = v3.absorbed(q, k, v, qv)
+    q, k = v3.absorb(q, k, v, qv)
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
-    said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
+    options = _make_options(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
     queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
     if page_table is None:
         check_sides(q, k, v, queries, keys)
     elif cu_seqlens_k is not None:
         raise ArgumentError("cu_seqlens_k: expected None beside page_table, where lengths are seqused_k; got offsets.")
     else:
-        seqused_k = _lengths_in_pages(page_table, k) if seqused_k is None else seqused_k
+        seqused_k = _fill_pages(page_table, k) if seqused_k is None else seqused_k
     if score_mod is not None or mask_mod is not None:
-        q_lens = lengths(queries, q)
-        k_lens = lengths(keys, k) if page_table is None or seqused_k is None else [int(n) for n in seqused_k]
-        said |= _modified(mods, _info(_offsets(queries, q), _offsets(keys, k), q_lens, k_lens))
+        q_lens = read_lengths(queries, q)
+        k_lens = read_lengths(keys, k) if page_table is None or seqused_k is None else [int(n) for n in seqused_k]
+        options |= _trace_mods(mods, SeqlenInfo(_find_starts(queries, q), _find_starts(keys, k), q_lens, k_lens))
     if page_table is None:
-        return _results(attended(q, k, v, queries, keys, said, with_lse), return_lse, heads_last)
-    found = attended_pages(q, (k, v), page_table, seqused_k, queries, said, PAGES._replace(table="page_table"))
-    return _results(found if with_lse else found[0], return_lse, heads_last)
+        return _make_results(attend(q, k, v, queries, keys, options, with_lse), return_lse, heads_last)
+    found = attend_pages(q, (k, v), page_table, seqused_k, queries, options, PAGES._replace(table="page_table"))
+    return _make_results(found if with_lse else found[0], return_lse, heads_last)
 
 
 def flash_attn_combine(
@@ -239,7 +225,7 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over several sets of keys, from the attention over each.
+    """Joins the attention over several sets of keys.
 
     Args:
         out_partial: (splits, batch, seqlen, nheads, headdim), or (splits, total_q, nheads, headdim).
@@ -256,13 +242,13 @@ def flash_attn_combine(
     >>> out.shape, lse.shape
     (torch.Size([7, 8, 16]), torch.Size([7, 8]))
     """
-    refuse(("seqused", seqused, "Every row is combined: leave it out, or slice."))
+    V4.refuse(seqused=seqused)
     found, lse = v3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return found, lse if return_lse else None
 
 
 def get_scheduler_metadata(*given: Any, **options: Any) -> SchedulerMetadata:
-    """What flash-attn 4 computes ahead for flash_attn_varlen_func(scheduler_metadata=…), which needs nothing here.
+    """Returns what flash_attn_varlen_func(scheduler_metadata=…) takes: nothing, since nothing is computed ahead here.
 
     >>> from speedlight.flash_attn import v4
     >>> v4.get_scheduler_metadata(max_seqlen_q=1, max_seqlen_k=64, nheads=8, nheads_kv=2, headdim=16, num_splits=1)[0]
@@ -270,10 +256,10 @@ def get_scheduler_metadata(*given: Any, **options: Any) -> SchedulerMetadata:
     return SchedulerMetadata()
 
 
-def _multiplied(
+def _choose_factors(
     q: Tensor | None, k: Tensor | None, v: Tensor, qv: Tensor | None, ints: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """q, k and qv, of which there are the first two at least, and whether log-sum-exps have heads last."""
+    """Returns q, k and qv, of which there are the first two at least, and whether log-sum-exps have heads last."""
     if q is None and k is None and isinstance(qv, Tensor):
         check_tensors({"qv": qv, "v": v}, {}, ints, strict=True, hint=OTHER_ORDER)
         if qv.shape[-1:] != v.shape[-1:]:
@@ -284,8 +270,8 @@ def _multiplied(
     return q, k, qv, _is_absorbed(k, v, qv)
 
 
-def _lengths_in_pages(page_table: Any, pages: Tensor) -> Tensor:
-    """As many keys of every sequence as its pages hold."""
+def _fill_pages(page_table: Any, pages: Tensor) -> Tensor:
+    """Returns as many keys of every sequence as its pages hold."""
     shape = getattr(page_table, "shape", ())
     if len(shape) != 2 or pages.ndim != 4:
         raise ArgumentError(
@@ -296,7 +282,7 @@ def _lengths_in_pages(page_table: Any, pages: Tensor) -> Tensor:
 
 
 def _is_absorbed(k: Tensor, v: Tensor, qv: Tensor | None) -> bool:
-    """Whether flash-attn 4 takes this for MLA, whose log-sum-exps have heads last."""
+    """Returns whether flash-attn 4 takes this for MLA, whose log-sum-exps have heads last."""
     shared = k is v and v.shape[-1] == _MLA_DIM
     if shared and qv is not None:
         raise UnsupportedError(
@@ -306,11 +292,11 @@ def _is_absorbed(k: Tensor, v: Tensor, qv: Tensor | None) -> bool:
     return shared or qv is not None
 
 
-def _said(
+def _make_options(
     q: Tensor, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, sink: Any, mods: Mods
 ) -> dict[str, Any]:
-    """attention()'s options, without the functions."""
-    left, right = _limits(window_size, causal)
+    """Returns attention()'s options, without the functions."""
+    left, right = _read_limits(window_size, causal)
     if mods.mask is not None and (left, right) != (None, None):
         raise ArgumentError(
             "mask_mod: expected causal=False and window_size=(None, None) beside it, which flash-attn would not look "
@@ -320,21 +306,21 @@ def _said(
         raise ArgumentError("softcap: expected 0.0 beside score_mod; got both. Say it in score_mod.")
     is_apart = min(left or 0, right or 0) < 0
     only_causal = left is None and causal is True
-    said = options_of(q, softmax_scale, causal, (-1, -1) if is_apart or only_causal else (left, right), softcap)
+    options = options_of(q, softmax_scale, causal, (-1, -1) if is_apart or only_causal else (left, right), softcap)
     if is_apart:
-        said["mask"] = _apart(left, right)
+        options["mask"] = _make_window(left, right)
     if sink is not None:
         heads = q.shape[-2]
         if not isinstance(sink, Tensor) or sink.shape != (heads,):
             got = tuple(sink.shape) if isinstance(sink, Tensor) else type(sink).__name__
             raise ArgumentError(f"learnable_sink: expected a tensor of shape ({heads},), by q's heads; got {got}.")
-        said["sink_logits"] = sink
-    return said
+        options["sink_logits"] = sink
+    return options
 
 
-def _limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
-    """Left and right, None for no limit; causal takes the right side's place."""
-    left, right = sides(window_size)
+def _read_limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
+    """Returns left and right, None for no limit; causal takes the right side's place."""
+    left, right = read_sides(window_size)
     right = 0 if causal is True else right
     if left is not None and right is not None and left + right < 0:
         return None, 0 if causal is True else None
@@ -342,8 +328,8 @@ def _limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
 
 
 @functools.lru_cache(64)
-def _apart(left: int | None, right: int | None) -> Expression:
-    """A window that is beside the query's own place."""
+def _make_window(left: int | None, right: int | None) -> Expression:
+    """Returns a window that is beside the query's own place."""
     if left is None:
         return expression(lambda b, h, i, j: j <= i + right, "mask")
     if right is None:
@@ -351,46 +337,43 @@ def _apart(left: int | None, right: int | None) -> Expression:
     return expression(lambda b, h, i, j: (j >= i - left) & (j <= i + right), "mask")
 
 
-def _offsets(side: Side, x: Tensor) -> list[int]:
-    """Where sequences begin in a packed tensor; 0 in a padded one."""
-    return [0] if side.offsets is None else packed(side._replace(used=None), x).offsets[:-1]
+def _find_starts(side: Side, x: Tensor) -> list[int]:
+    """Returns where sequences begin in a packed tensor; 0 in a padded one."""
+    return [0] if side.offsets is None else pack(side._replace(used=None), x).offsets[:-1]
 
 
-def _info(q_offsets: Any, k_offsets: Any, q_lengths: Any, k_lengths: Any) -> dict[str, list[int]]:
-    """Of every sequence, by the names of SeqlenInfo."""
-    known = (q_offsets, k_offsets, q_lengths, k_lengths)
-    return {name: list(x) for name, x in zip(SeqlenInfo._fields, known, strict=True)}
+def _look_up(name: str, x: Sequence[int]) -> Callable[[Any], Any]:
+    """Returns a function of b: a table's entry, or a number where all sequences have the same."""
+    if len(set(x)) < 2:
+        return lambda b: x[0] if x else 0
+    of = Table(np.array(x, np.int64), name)
+    return lambda b: of[b]
 
 
-def _modified(mods: Mods, info: dict[str, list[int]]) -> dict[str, Expression]:
-    """score and mask of functions whose queries count from 0."""
-    tables = {name: Table(np.array(x, np.int64), name) for name, x in info.items() if len(set(x)) > 1}
-    starts = [b - a for a, b in zip(info["seqlen_q"], info["seqlen_k"], strict=True)]
-    starts_table = Table(np.array(starts, np.int64), "q_start")
+def _trace_mods(mods: Mods, info: SeqlenInfo) -> dict[str, Expression]:
+    """Returns score and mask of functions whose queries count from 0; info: of every sequence."""
+    known = [_look_up(name, x) for name, x in info._asdict().items()]
+    first = _look_up("q_start", [b - a for a, b in zip(info.seqlen_q, info.seqlen_k, strict=True)])
     if not isinstance(mods.tensors, (list, tuple, type(None))):
         raise ArgumentTypeError(f"aux_tensors: expected a list of tensors; got {type(mods.tensors).__name__}.")
     looked = [table(t, f"aux_tensors[{n}]") for n, t in enumerate(mods.tensors or ())]
 
     def more(b: Any) -> tuple[Any, ...]:
-        each = [tables[name][b] if name in tables else (x[0] if x else 0) for name, x in info.items()]
-        given = (SeqlenInfo(*each), looked)
+        given = (SeqlenInfo(*[of(b) for of in known]), looked)
         return given if mods.scalars is None else (*given, tuple(mods.scalars))
-
-    def first(b: Any) -> Any:
-        return starts_table[b] if len(set(starts)) > 1 else starts[0] if starts else 0
 
     found, score_mod, mask_mod = {}, mods.score, mods.mask
     if score_mod is not None:
-        call = _checked_mod("score_mod", score_mod, mods.scalars is not None)
+        call = _check_mod("score_mod", score_mod, mods.scalars is not None)
         found["score"] = expression(lambda s, b, h, i, j: call(s, b, h, i - first(b), j, *more(b)), "score")
     if mask_mod is not None:
-        see = _checked_mod("mask_mod", mask_mod, mods.scalars is not None)
+        see = _check_mod("mask_mod", mask_mod, mods.scalars is not None)
         found["mask"] = expression(lambda b, h, i, j: see(b, h, i - first(b), j, *more(b)), "mask")
     return found
 
 
-def _checked_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
-    """A function that takes what it will be given, and returns something."""
+def _check_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
+    """Returns a function that raises if it returns nothing. Raises unless it takes what it will be given."""
     names = ["b", "h", "q_idx", "kv_idx", "seqlen_info", "aux_tensors"] + ["aux_scalars"] * with_scalars
     names = ["score"] * (name == "score_mod") + names
     expected = f"{name}: expected a function ({', '.join(names)})"
@@ -412,8 +395,8 @@ def _checked_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
     return call
 
 
-def _results(found: Any, return_lse: bool, heads_last: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradients flow through log-sum-exps that were asked for."""
+def _make_results(found: Any, return_lse: bool, heads_last: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns (out, lse); gradients flow through log-sum-exps that were asked for."""
     if not isinstance(found, tuple):
         return found, None
     out, lse = found

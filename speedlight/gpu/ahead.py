@@ -234,7 +234,7 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
     stored = Stored(case.codes or case.dtype, 8, d, value_dim, (4096,))
     problem = from_stored(
-        like, stored, Options(case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
+        like, stored, Options(causal=case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
     )
     lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
     how = schedule(problem, keys, capability, case.precision)

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-from ..errors import Error, UnsupportedError
-from ..errors.advice import explain
+from ..errors import UnsupportedError
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A public call that torch.compile does not look into: memory addresses mean nothing to a tracer."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> _R:
-        if "torch._dynamo" in sys.modules and in_graph():  # asked here first: a call of its own costs more
-            return outside(function, *args, **options)
-        try:
-            return function(*args, **options)
-        except (TypeError, Error) as error:  # of arguments that do not fit, and of ours: hints say more
-            explain(error, function, args, options)
-            raise
-
-    return call
 
 
 def in_graph() -> bool:

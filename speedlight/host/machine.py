@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedError, pass_on
 from .llvm import host_features
+from .shortcuts import setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +33,25 @@ class Isa:
         return f"{self.arch}-unknown-linux-gnu"
 
     def product(self, storage: str) -> str:
-        """What multiplies numbers that are stored so: a name in PRODUCTS, emitted by cpu/products/products.py."""
+        """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each."""
         return dict(self.products).get(storage, "fma")
 
     def lanes(self, storage: str) -> int:
-        """Scores or sums in a vector."""
+        """Counts scores or sums in a vector."""
         return self.vector_bytes // number_bytes(storage)
+
+
+def sum_storage(storage: str) -> str:
+    """Names the type of scores and sums over numbers that are stored so."""
+    return "f64" if storage == "f64" else "f32"
 
 
 def number_bytes(storage: str) -> int:
     """Returns the bytes of a score, or a sum, over numbers of this storage."""
-    return 8 if storage == "f64" else 4
+    return {"f64": 8, "f32": 4}[sum_storage(storage)]
 
 
-# elements of a row that one lane multiplies and adds in one step
+# elements of a row that one lane multiplies and adds in one step; host/tunings.py has a field of the same name
 PRODUCTS = {"fma": 1, "pairs": 2}
 
 
@@ -126,19 +132,6 @@ def _cpuinfo() -> dict[str, str]:
         pass_on(error, OSError)
         return {}
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-
-
-def setting(name: str) -> str:
-    """A variable of the environment as it is now, "" where it is not set.
-
-    Every call asks for two, and os.environ takes a microsecond to say that one is not there: what it wraps does not.
-    """
-    if _ENVIRONMENT is not None and os.environ.encodekey(name) not in _ENVIRONMENT:
-        return ""
-    return os.environ.get(name, "")
-
-
-_ENVIRONMENT = getattr(os.environ, "_data", None)
 
 
 def current_isa() -> Isa:

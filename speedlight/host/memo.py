@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from .forks import renew_after_fork
@@ -18,7 +19,9 @@ class _Entry(Generic[T]):
 
 
 class Memo(Generic[T]):
-    """At most `entries` entries of at most `most_bytes` bytes in all; the least recently used are dropped.
+    """At most `entries` values of at most `most_bytes` bytes in all; the least recently used are dropped.
+
+    A key has everything that its value depends on; whoever has a Memo says beside it what that is.
 
     get() takes no lock: it may run while a signal has stopped put() in the middle.
     """
@@ -38,6 +41,7 @@ class Memo(Generic[T]):
         return sum([x.size for x in list(self._held.values())])
 
     def get(self, key: Any) -> T | None:
+        """Returns the value of a key, or None."""
         entry = self._held.get(key)
         if entry is None:
             return None
@@ -54,6 +58,14 @@ class Memo(Generic[T]):
             while len(self._held) > self.entries or self.bytes > self.most_bytes:
                 oldest = min(list(self._held.items()), key=lambda x: x[1].used)[0]
                 self._held.pop(oldest, None)
+
+    def made(self, key: Any, make: Callable[[], T]) -> T:
+        """Returns the value of a key; where there is none, one that is made now, and stored by its `size`."""
+        value = self.get(key)
+        if value is None:
+            value: Any = make()
+            self.put(key, value, value.size)
+        return value
 
     def clear(self) -> None:
         with self._lock:

@@ -21,16 +21,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from ..arrays.array import DTYPES
-from ..calls.backward import attention_backward
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
-from ..expressions.tables import Table
-from ..front import attention
-from ..problem.checks import check_flag, integer, scale_of
+from .. import ArgumentError, ArgumentTypeError, Table, UnsupportedError, attention, attention_backward
+from ..adapting import DTYPES, Library, check_flag, integer, scale_of, shown
 from . import xla
 
 __all__ = ["dot_product_attention"]
 
+JAX = Library(
+    "jax",
+    tested=("0.6", "0.10"),
+    refused={"implementation": "It chooses among jax.nn.dot_product_attention's own."},
+)
 HIDDEN = np.float32(-0.7) * np.finfo(np.float32).max  # what JAX puts where a mask hides a key
 _PIECE = 256  # rows that are settled at a time
 _OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
@@ -51,7 +52,7 @@ def dot_product_attention(
     implementation: None = None,
     return_residual: bool = False,
 ) -> Any:
-    """jax.nn.dot_product_attention, with its signature and its meaning, on the CPU; memory is linear in the length.
+    """Attends as jax.nn.dot_product_attention does, by its signature, on the CPU; memory is linear in the length.
 
     Args:
         query: (batch, T, heads, dim), or without the batch: float32, float64, float16 or bfloat16.
@@ -82,23 +83,20 @@ def dot_product_attention(
     >>> out.shape, lse.shape
     ((2, 3, 4, 8), (2, 3, 4))
     """
-    if implementation is not None:
-        raise UnsupportedError(
-            f"implementation: expected None; got {shown(implementation)}, which is jax.nn.dot_product_attention's."
-        )
+    JAX.refuse(implementation=implementation)
     check_flag("return_residual", return_residual)
-    q, k, v = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (_read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     shape = q.shape
     q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
     _check_arrays(q, k, v)
     given = {"bias": bias, "mask": mask}
-    rest = {name: _dense(name, x, q, k) for name, x in given.items() if x is not None}
+    rest = {name: _check_dense(name, x, q, k) for name, x in given.items() if x is not None}
     given = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    rest |= {name: _lengths(name, x, len(k)) for name, x in given.items() if x is not None}
+    rest |= {name: _check_lengths(name, x, len(k)) for name, x in given.items() if x is not None}
     call = _Call(
-        _static("is_causal", is_causal, bool),
-        _window(local_window_size),
-        scale_of(None if scale is None else _static("scale", scale, float), shape[-1]),
+        _read_static("is_causal", is_causal, bool),
+        _read_window(local_window_size),
+        scale_of(None if scale is None else _read_static("scale", scale, float), shape[-1]),
         return_residual,
         tuple(rest),
     )
@@ -108,7 +106,7 @@ def dot_product_attention(
 
 
 class _Call(NamedTuple):
-    """What is known when a call is traced, and goes to XLA as text."""
+    """Options that are known when a call is traced, and go to XLA as text."""
 
     causal: bool
     window: tuple[int, int] | None
@@ -122,7 +120,7 @@ class _Call(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _parsed(text: bytes) -> _Call:
+def _parse(text: bytes) -> _Call:
     causal, window, scale, residual, rest, grads = json.loads(text)
     return _Call(causal, window and tuple(window), scale, residual, tuple(rest), grads)
 
@@ -131,8 +129,8 @@ def _parsed(text: bytes) -> _Call:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attended(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
-    """[out], and the residual if it is asked for."""
+def _attend(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
+    """Returns [out], and the residual if it is asked for."""
     return _forward(call, q, k, v, rest)
 
 
@@ -142,7 +140,7 @@ def _forward(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
     if call.residual:
         results.append(jax.ShapeDtypeStruct((batch, rows, heads), k.dtype))
     if call.grads:
-        results.append(jax.ShapeDtypeStruct((batch, heads, rows), _logs(q)))
+        results.append(jax.ShapeDtypeStruct((batch, heads, rows), _lse_dtype(q)))
     operands = [rest[name] for name in call.rest]
     return jax.ffi.ffi_call("speedlight_attention", results, vmap_method="expand_dims")(
         q, k, v, *operands, text=call.text()
@@ -172,8 +170,8 @@ def _backward(call: _Call, kept: Any, flows: list[Any]) -> tuple[Any, ...]:
     return dq, dk, dv, {name: d_bias[0] if name == "bias" and d_bias else None for name in rest}
 
 
-_attended.defvjp(_forward_kept, _backward, symbolic_zeros=True)
-_compiled: Any = jax.jit(_attended, static_argnums=0)
+_attend.defvjp(_forward_kept, _backward, symbolic_zeros=True)
+_compiled: Any = jax.jit(_attend, static_argnums=0)
 
 
 # --- what XLA calls
@@ -198,8 +196,8 @@ class _Given(NamedTuple):
             "q_lengths": self.q_lengths, "k_lengths": self.k_lengths,
         }  # fmt: skip
 
-    def pieces(self, low: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(item, head, rows) of True entries of (batch, heads, rows), but for rows past an item's length."""
+    def iterate(self, low: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yields (item, head, rows) of True entries of (batch, heads, rows), but for rows past an item's length."""
         if self.q_lengths is not None:
             low = low & (np.arange(low.shape[2]) < np.array(self.q_lengths)[:, None, None])
         for b, h in np.argwhere(low.any(-1)).tolist():
@@ -207,8 +205,8 @@ class _Given(NamedTuple):
             for at in range(0, len(rows), _PIECE):
                 yield b, h, rows[at : at + _PIECE]
 
-    def hidden(self, b: int, h: int, rows: np.ndarray) -> np.ndarray:
-        """(rows or 1, keys) of floats, 1 where a mask hides the key: of rows that see none, without a bias, all."""
+    def find_hidden(self, b: int, h: int, rows: np.ndarray) -> np.ndarray:
+        """Returns (rows or 1, keys) of floats, 1 where a mask hides the key; all 1 without a bias."""
         j = np.arange(self.k.shape[1])
         if self.bias is None:
             return np.ones((1, len(j)))
@@ -227,14 +225,14 @@ class _Given(NamedTuple):
         return h // (self.q.shape[2] // self.k.shape[2])
 
 
-def _given(call: _Call, operands: list[np.ndarray], lead: tuple[int, ...], share: bool = True) -> _Given:
-    """Of (…, *shape) operands, … being 1 or the size of each vmap. `share`: a bias may be that of many items."""
-    q, k, v = (_folded(x, lead, x.shape[len(lead)]) for x in operands[:3])
+def _fold_operands(call: _Call, operands: list[np.ndarray], lead: tuple[int, ...], share: bool = True) -> _Given:
+    """Folds (…, *shape) operands, … being 1 or the size of each vmap. `share`: a bias may be that of many items."""
+    q, k, v = (_fold(x, lead, x.shape[len(lead)]) for x in operands[:3])
     rest: dict[str, Any] = dict.fromkeys(_OPTIONAL)
     for name, x in zip(call.rest, operands[3:], strict=False):
         alone = math.prod(x.shape[: len(lead) + 1]) == 1 and (share or math.prod(lead) == 1)
         whole = x.ndim > len(lead) + 1 and alone
-        rest[name] = x.reshape(x.shape[len(lead) :]) if whole else _folded(x, lead, operands[0].shape[len(lead)])
+        rest[name] = x.reshape(x.shape[len(lead) :]) if whole else _fold(x, lead, operands[0].shape[len(lead)])
     bias = None if rest["bias"] is None else Table(rest["bias"], "bias", copy=False)
     lengths = [
         None if x is None else np.clip(x, 0, most).tolist()
@@ -243,21 +241,21 @@ def _given(call: _Call, operands: list[np.ndarray], lead: tuple[int, ...], share
     return _Given(call, q, k, v, bias, rest["mask"], *lengths)
 
 
-def _folded(x: np.ndarray, lead: tuple[int, ...], batch: int) -> np.ndarray:
+def _fold(x: np.ndarray, lead: tuple[int, ...], batch: int) -> np.ndarray:
     shape = x.shape[len(lead) + 1 :]
     return np.broadcast_to(x, (*lead, batch, *shape)).reshape(math.prod(lead) * batch, *shape)
 
 
 def _run(operands: list[np.ndarray], results: list[np.ndarray], text: bytes) -> None:
-    """out, residual and log-sum-exps, whichever are asked for; lse: -inf of rows to which nothing but values counts."""
-    call = _parsed(text)
-    given = _given(call, operands, results[0].shape[:-4])
+    """Computes out, residual and log-sum-exps, as asked for; lse: -inf of rows to which nothing but values counts."""
+    call = _parse(text)
+    given = _fold_operands(call, operands, results[0].shape[:-4])
     out = results[0].reshape(given.q.shape)
     if not (call.rest or call.window or call.grads or call.residual):
         attention(given.q, given.k, given.v, out=out, **given.options())
         return
     _, lse = attention(given.q, given.k, given.v, out=out, return_lse=True, **given.options())
-    settled = _settled(given, out, lse)
+    settled = _settle(given, out, lse)
     if call.residual:
         logs = np.where(np.isneginf(settled), HIDDEN, lse).swapaxes(1, 2)
         with np.errstate(all="ignore"):
@@ -266,12 +264,12 @@ def _run(operands: list[np.ndarray], results: list[np.ndarray], text: bytes) -> 
         results[-1][...] = settled.reshape(results[-1].shape)
 
 
-def _settled(given: _Given, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
+def _settle(given: _Given, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
     """Makes rows that see nothing above `HIDDEN` what JAX makes them; lse with -inf for those, or NaN."""
     settled = lse
-    for b, h, rows in given.pieces(lse < HIDDEN):
+    for b, h, rows in given.iterate(lse < HIDDEN):
         settled = lse.copy() if settled is lse else settled
-        hidden = given.hidden(b, h, rows)
+        hidden = given.find_hidden(b, h, rows)
         count = hidden.sum(-1, keepdims=True)
         mean = (hidden / np.maximum(count, 1)) @ given.v[b, :, given.kv_head(h)].astype(np.float64)
         nothing = np.isneginf(lse[b, h, rows])[:, None]
@@ -283,25 +281,25 @@ def _settled(given: _Given, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
 
 
 def _run_backward(operands: list[np.ndarray], results: list[np.ndarray], text: bytes) -> None:
-    """dq, dk, dv, and what flows to the bias if it is asked for."""
-    call = _parsed(text)
+    """Computes dq, dk, dv, and the bias's gradient if it is asked for."""
+    call = _parse(text)
     lead = results[0].shape[:-4]
-    given = _given(call, operands[:-3], lead, share=not call.grads)
-    out, lse, d_out = (_folded(x, lead, x.shape[len(lead)]) for x in operands[-3:])
+    given = _fold_operands(call, operands[:-3], lead, share=not call.grads)
+    out, lse, d_out = (_fold(x, lead, x.shape[len(lead)]) for x in operands[-3:])
     q, k, v = given.q, given.k, given.v
     grads: Any = (given.bias,) if call.grads else ()
     found: Any = attention_backward(q, k, v, out, lse, d_out, grads=grads, **given.options())
     dq, dk, dv = found[:3]
     d_bias = found[3][0] if call.grads else None
-    for b, h, rows in given.pieces(np.isnan(lse)):
+    for b, h, rows in given.iterate(np.isnan(lse)):
         dq[b, rows, h] = dk[b, :, given.kv_head(h)] = dv[b, :, given.kv_head(h)] = np.nan
         if d_bias is not None:
             t = d_bias[min(b, len(d_bias) - 1), min(h, d_bias.shape[1] - 1)]
             t[rows if len(t) > 1 else 0] = np.nan
     flows = np.zeros(0)
-    for b, h, rows in given.pieces(np.isneginf(lse)):
+    for b, h, rows in given.iterate(np.isneginf(lse)):
         flows = flows if flows.size else dv.astype(np.float64)
-        hidden, d = given.hidden(b, h, rows), d_out[b, rows, h].astype(np.float64)
+        hidden, d = given.find_hidden(b, h, rows), d_out[b, rows, h].astype(np.float64)
         d = d.sum(0, keepdims=True) if len(hidden) == 1 else d
         flows[b, :, given.kv_head(h)] += (hidden / hidden.sum(-1, keepdims=True)).T @ d
     for x, result in zip((dq, dk, dv if not flows.size else flows), results, strict=False):
@@ -311,7 +309,7 @@ def _run_backward(operands: list[np.ndarray], results: list[np.ndarray], text: b
 
 
 def _store_bias(d_bias: np.ndarray, result: np.ndarray, lead: tuple[int, ...]) -> None:
-    """What flows to a bias of many items is the sum over them."""
+    """Sums the gradient of a bias of many items over them."""
     each = d_bias.reshape(*lead, len(d_bias) // math.prod(lead), *d_bias.shape[1:])
     shared = result.shape[len(lead)] == 1
     result[...] = each.sum(len(lead), keepdims=True) if shared else each
@@ -324,7 +322,7 @@ xla.register("speedlight_attention_backward", _run_backward)
 # --- checks, when a call is traced
 
 
-def _array(name: str, x: Any) -> Any:
+def _read_array(name: str, x: Any) -> Any:
     x = jnp.asarray(x)
     if x.dtype.name not in DTYPES:
         raise ArgumentTypeError(
@@ -351,12 +349,12 @@ def _check_arrays(q: Any, k: Any, v: Any) -> None:
         raise ArgumentError(f"key: expected at least one key, and a dim of at least 1; got {k.shape}.")
 
 
-def _logs(q: Any) -> Any:
+def _lse_dtype(q: Any) -> Any:
     return np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
 
 
-def _dense(name: str, x: Any, q: Any, k: Any) -> Any:
-    """A mask, or a bias in the type of scores, of four dimensions."""
+def _check_dense(name: str, x: Any, q: Any, k: Any) -> Any:
+    """Returns a mask, or a bias in the type of scores, of four dimensions."""
     x = jnp.asarray(x)
     if (x.dtype == bool) != (name == "mask") or jnp.iscomplexobj(x):
         expected = "bool, True where a key takes part" if name == "mask" else "floats, which are added to scores"
@@ -367,17 +365,17 @@ def _dense(name: str, x: Any, q: Any, k: Any) -> Any:
         raise ArgumentError(
             f"{name}: expected a shape that broadcasts to (batch, heads, T, S) = {whole}; got {x.shape}."
         )
-    return x.reshape(shape) if name == "mask" else x.reshape(shape).astype(_logs(q))
+    return x.reshape(shape) if name == "mask" else x.reshape(shape).astype(_lse_dtype(q))
 
 
-def _lengths(name: str, x: Any, batch: int) -> Any:
+def _check_lengths(name: str, x: Any, batch: int) -> Any:
     x = jnp.asarray(x)
     if x.shape != (batch,) or x.dtype != np.int32:
         raise ArgumentError(f"{name}: expected int32 of shape ({batch},); got {x.dtype} of shape {x.shape}.")
     return x
 
 
-def _window(size: Any) -> tuple[int, int] | None:
+def _read_window(size: Any) -> tuple[int, int] | None:
     if size is None:
         return None
     pair = size if isinstance(size, (tuple, list)) else (size, size)
@@ -389,8 +387,8 @@ def _window(size: Any) -> tuple[int, int] | None:
     return left, right
 
 
-def _static(name: str, x: Any, kind: type) -> Any:
-    """A value that is the same whenever the compiled call runs."""
+def _read_static(name: str, x: Any, kind: type) -> Any:
+    """Returns a value that is the same whenever the compiled call runs."""
     if isinstance(x, Tracer):
         raise UnsupportedError(
             f"{name}: expected a number that is known when the call is traced; got {type(x).__name__}. Give it to jit "

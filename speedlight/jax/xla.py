@@ -21,10 +21,10 @@ import jax.ffi
 import numpy as np
 from llvmlite import ir
 
+from .. import UnsupportedError
 from ..arrays.array import numpy_dtype
 from ..cpu.language.vector import I64, PTR, Function, Module, Value
 from ..cpu.memory.records import Record
-from ..errors import UnsupportedError
 from ..host.forks import renew_after_fork
 from ..host.llvm import load
 
@@ -49,30 +49,32 @@ _METADATA = 1  # XLA_FFI_Extension_Type
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
-def _structure(name: str, **fields: Any) -> type[ctypes.Structure]:
-    """One that begins as each of them does."""
+def _make_structure(name: str, **fields: Any) -> type[ctypes.Structure]:
+    """Makes a structure that begins as each of them does."""
     start = [("struct_size", _SIZE), ("extension_start", _POINTER)]
     return type(name, (ctypes.Structure,), {"_fields_": start + list(fields.items())})
 
 
-_Buffer = _structure(
+_Buffer = _make_structure(
     "Buffer", dtype=ctypes.c_int, data=_POINTER, rank=ctypes.c_int64, dims=ctypes.POINTER(ctypes.c_int64)
 )
-_Buffers = _structure("Buffers", size=ctypes.c_int64, types=_POINTER, items=ctypes.POINTER(ctypes.POINTER(_Buffer)))
-_Version = _structure("Version", major=ctypes.c_int, minor=ctypes.c_int)
-_ErrorArgs = _structure("ErrorArgs", message=ctypes.c_char_p, code=ctypes.c_int)
+_Buffers = _make_structure(
+    "Buffers", size=ctypes.c_int64, types=_POINTER, items=ctypes.POINTER(ctypes.POINTER(_Buffer))
+)
+_Version = _make_structure("Version", major=ctypes.c_int, minor=ctypes.c_int)
+_ErrorArgs = _make_structure("ErrorArgs", message=ctypes.c_char_p, code=ctypes.c_int)
 _CREATE_ERROR = ctypes.CFUNCTYPE(_POINTER, ctypes.POINTER(_ErrorArgs))
-_Api = _structure("Api", version=_Version, internal=_POINTER, create_error=_CREATE_ERROR)
+_Api = _make_structure("Api", version=_Version, internal=_POINTER, create_error=_CREATE_ERROR)
 
 
 class _Text(ctypes.Structure):
     _fields_ = (("data", _POINTER), ("length", _SIZE))
 
 
-_Attributes = _structure(
+_Attributes = _make_structure(
     "Attributes", size=ctypes.c_int64, types=_POINTER, names=_POINTER, items=ctypes.POINTER(ctypes.POINTER(_Text))
 )
-_Frame = _structure(
+_Frame = _make_structure(
     "Frame", api=ctypes.POINTER(_Api), context=_POINTER, stage=ctypes.c_int, args=_Buffers, results=_Buffers,
     attributes=_Attributes,
 )  # fmt: skip
@@ -108,7 +110,7 @@ class _Gate:
         atexit.register(self.close)  # runs before those of JAX, which was imported first and waits for its threads
 
     def before(self, name: str, handler: Any) -> Any:
-        """A handler that calls `handler` while the gate is open."""
+        """Makes a handler that calls `handler` while the gate is open."""
         module = Module(name)
         k = module.function(name, {"frame": PTR}, I64, public=True)
         words, found = k.pointer(k.i64(ctypes.addressof(self._words))), k.variable(k.i64(0))
@@ -118,9 +120,9 @@ class _Gate:
             with yes:
                 api = k.load(PTR, k.p["frame"], _Frame.api.offset)
                 create = k.load(I64, api, _Api.create_error.offset)
-                found.set(_called(k, create, k.pointer(k.i64(ctypes.addressof(self._ended)))))
+                found.set(_call(k, create, k.pointer(k.i64(ctypes.addressof(self._ended)))))
             with no:
-                found.set(_called(k, k.i64(ctypes.cast(handler, _POINTER).value or 0), k.p["frame"]))
+                found.set(_call(k, k.i64(ctypes.cast(handler, _POINTER).value or 0), k.p["frame"]))
         k.fetch_add(words, _GATE.offset("inside"), -1)
         k.finish(found.get())
         code = load((), (name,), str(module))
@@ -145,12 +147,12 @@ class _Gate:
             raise interrupt
 
     def after_fork(self) -> None:
-        """None of the threads that were inside is here."""
+        """Resets the count: none of the threads that were inside is here."""
         self._words[_GATE.word("inside")] = 0
 
 
-def _called(k: Function, address: Value, argument: Value) -> Value:
-    """What a function at an address makes of a pointer: another, as a number."""
+def _call(k: Function, address: Value, argument: Value) -> Value:
+    """Calls a function at an address with a pointer; returns the pointer that it returns, as a number."""
     kind = ir.FunctionType(I64, [PTR]).as_pointer()
     return Value(k, k.b.call(k.b.inttoptr(address.x, kind), [argument.x]))
 
@@ -168,10 +170,10 @@ def register(name: str, function: Callable[[list[np.ndarray], list[np.ndarray], 
     def handler(pointer: Any) -> int | None:
         frame = pointer.contents
         try:
-            if _answered(frame.extension_start):
+            if _answer(frame.extension_start):
                 return None
             text = frame.attributes.items[0].contents
-            function(_arrays(frame.args), _arrays(frame.results), ctypes.string_at(text.data, text.length))
+            function(_read_arrays(frame.args), _read_arrays(frame.results), ctypes.string_at(text.data, text.length))
         except BaseException as error:  # nothing may pass through XLA's frames
             message = f"{type(error).__name__}: {error}".encode()
             args = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL)
@@ -188,8 +190,8 @@ def register(name: str, function: Callable[[list[np.ndarray], list[np.ndarray], 
         ) from error
 
 
-def _answered(extension: int | None) -> bool:
-    """Whether a frame asked for metadata. They say for which version of XLA's FFI a handler was made."""
+def _answer(extension: int | None) -> bool:
+    """Answers a frame that asks for metadata (a version of XLA's FFI), and returns whether it did."""
     while extension:
         question = _Question.from_address(extension)
         if question.kind == _METADATA:
@@ -201,7 +203,7 @@ def _answered(extension: int | None) -> bool:
     return False
 
 
-def _arrays(buffers: Any) -> list[np.ndarray]:
+def _read_arrays(buffers: Any) -> list[np.ndarray]:
     found = []
     for at in range(buffers.size):
         buffer = buffers.items[at].contents

@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..engines import storage_of
 from ..errors import ArgumentError, CacheFull, not_pickled
-from ..errors.advice import explained, refuses_others, unknown
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..problem.checks import cache_dtype, cache_sizes, check_index, check_list, integer, new_totals, window_size
-from ..problem.options import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
-from ..problem.problem import Options, new_options
+from ..problem.options import (
+    AnyArray,
+    ArrayOf,
+    Dtype,
+    DtypeName,
+    Ints,
+    StepCall,
+    StepOptions,
+    T,
+    public,
+    refuse_unknown,
+)
+from ..problem.problem import Options
 from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved
@@ -59,7 +69,7 @@ class KVCache:
     ((1, 2, 3, 4), 3)
     """
 
-    @explained
+    @public(leaves_graph=False)
     def __init__(
         self,
         *,
@@ -108,6 +118,11 @@ class KVCache:
     def device(self) -> Any:
         """Where it lies: "cpu", or a torch.device."""
         return self._storage.device
+
+    @property
+    def storage(self) -> Any:
+        """Storage of the tokens, as the device's engine makes it."""
+        return self._storage
 
     @property
     def token_bytes(self) -> int:
@@ -177,13 +192,12 @@ class KVCache:
 
     # --- growing
 
-    @refuses_others
+    @public(has_frame=False)
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None, **theirs: NoReturn) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim); new_lengths: how
         many of them are each sequence's, where some have fewer than n_new.
         """
-        if theirs:
-            raise unknown(KVCache.append, next(iter(theirs)))
+        refuse_unknown(KVCache.append, theirs)
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer, given = self._layer(layer), (k, v)
@@ -197,19 +211,19 @@ class KVCache:
     @overload
     def attend(
         self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[False] = False, **options: Unpack[StepOptions],
+        return_lse: Literal[False] = False, **options: Unpack[StepCall],
     ) -> T: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[True], **options: Unpack[StepOptions],
+        return_lse: Literal[True], **options: Unpack[StepCall],
     ) -> tuple[T, T]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: bool, **options: Unpack[StepOptions],
+        return_lse: bool, **options: Unpack[StepCall],
     ) -> T | tuple[T, T]: ...  # fmt: skip
-    @refuses_others
+    @public(StepOptions, has_frame=False)
     def attend(
         self,
         layer: int,
@@ -219,15 +233,9 @@ class KVCache:
         *,
         new_lengths: Ints | None = None,
         q_lengths: Ints | None = None,
-        scale: float | None = None,
-        mask: Mask | None = None,
-        score: Scores | None = None,
-        sink_logits: Sinks | None = None,
         return_lse: bool = False,
         out: AnyArray | None = None,
-        dropout: float = 0.0,
-        seed: Int | None = None,
-        **theirs: NoReturn,
+        **options: Unpack[StepOptions],
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
@@ -242,8 +250,9 @@ class KVCache:
             q_lengths: queries of each sequence, where they are not those of its new tokens, or fewer than q has; q may
                 then have other tokens than k. The last one is at the last token: more queries than new tokens ask for
                 earlier ones again, fewer ask for the last ones only. Rows past them get out 0 and lse -inf.
-            scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for speedlight.attention; positions
-                count from the first token of a sequence. A mask is joined to causality by &.
+            return_lse, out: as for speedlight.attention.
+            **options: as for speedlight.attention; positions count from the first token of a sequence. A mask is
+                joined to causality by &.
 
         Returns:
             (batch, q_heads, n_new, value_dim), of q's kind; with return_lse also (batch, q_heads, n_new).
@@ -256,18 +265,14 @@ class KVCache:
 
         After any exception the cache is as it was.
         """
-        if theirs:
-            raise unknown(KVCache.attend, next(iter(theirs)))
+        refuse_unknown(KVCache.attend, options)
         if in_graph():
-            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}
-            more = {"return_lse": return_lse, "dropout": dropout, "seed": seed}
-            return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
-        given = (k is not None, None, mask, score, sink_logits, None, 0, scale, "bhld", None, None, None, None, "ieee")
-        options = new_options(Options, (*given, dropout, seed))
+            more = {"new_lengths": new_lengths, "q_lengths": q_lengths, "return_lse": return_lse, "out": out}
+            return outside(KVCache.attend, self, layer, q, k, v, **more, **options)
+        given = Options(causal=k is not None, **options)
         arrays = (q,) if k is v is None else (q, k, v)
         if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
-            result = repeated(self, layer, arrays, options, return_lse)
+            result = repeated(self, layer, arrays, given, return_lse)
             if result is not None:
                 return result
         layer = self._layer(layer)
@@ -275,9 +280,9 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
-            return self._read(layer, query_of(self._storage, arrays, options, return_lse, out, q_lengths))
+            return self._read(layer, query_of(self._storage, arrays, given, return_lse, out, q_lengths))
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, q_lengths)
-        query = query_of(self._storage, arrays, options, return_lse, out, q_lengths)
+        query = query_of(self._storage, arrays, given, return_lse, out, q_lengths)
         check_queries(query, k.shape[2])
         return self._grow(layer, k, v, counts, query)
 
@@ -334,9 +339,9 @@ class KVCache:
                     del undo[layer]
                 claims -= mine
 
-    def _take_back(self, layer: int, held: _Lengths) -> None:
-        """Of a layer that only grew, without a window: it is again as it was. What other ranks do decides so."""
-        self._held[layer] = held
+    def roll_back(self, layer: int, lengths: Sequence[int]) -> None:
+        """Drops what a layer without a window has gained since it had these lengths, as other ranks decide."""
+        self._held[layer] = list(lengths), list(lengths)
         self._storage.set_lengths([lengths for lengths, _ in self._held])
 
     # --- shrinking and copying
@@ -415,14 +420,14 @@ class KVCache:
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file, which any device can load: under a temporary name first, then renamed."""
-        self._save(saved.checked_path(path), {})
+        self.save_with(saved.checked_path(path), {})
 
-    def _save(self, where: Path, words: dict[str, str]) -> None:
-        """The same, and words for somebody else."""
+    def save_with(self, where: Path, metadata: dict[str, str]) -> None:
+        """save(), with extra metadata."""
         held = list(self._now())
         parts = [self._storage.parts(layer, list(map(self._ring.held, *pair))) for layer, pair in enumerate(held)]
         sizes = {n: x for n, x in self._sizes().items() if x is not None}
-        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), words)
+        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), metadata)
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu") -> KVCache:

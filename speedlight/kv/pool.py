@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from ..cpu.memory.records import BLOCK
 from ..engines import storage_of
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, not_pickled, shown
-from ..errors.advice import explained, refuses_others, unknown
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
-from ..problem.options import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sinks, StepOptions, T
-from ..problem.problem import Options, new_options
+from ..problem.options import AnyArray, ArrayOf, Dtype, Ints, StepCall, StepOptions, T, public, refuse_unknown
+from ..problem.problem import Options
 from ..problem.tokens import Batch, TokenShape
 from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of, run_packed
 from .sequence import PagedSequence
@@ -60,7 +59,7 @@ class PagePool:
     6
     """
 
-    @explained
+    @public(leaves_graph=False)
     def __init__(
         self,
         *,
@@ -282,15 +281,14 @@ class PagePool:
 
     # --- append and attend
 
-    @refuses_others
+    @public(has_frame=False)
     def append(
         self, layer: int, sequences: Sequences, k: Any, v: Any, *, new_lengths: Any = None, **theirs: NoReturn
     ) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
         the other's; new_lengths: how many of them are each sequence's, as for attend().
         """
-        if theirs:
-            raise unknown(PagePool.append, next(iter(theirs)))
+        refuse_unknown(PagePool.append, theirs)
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
@@ -307,19 +305,19 @@ class PagePool:
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[False] = False, **options: Unpack[StepOptions],
+        return_lse: Literal[False] = False, **options: Unpack[StepCall],
     ) -> T: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[True], **options: Unpack[StepOptions],
+        return_lse: Literal[True], **options: Unpack[StepCall],
     ) -> tuple[T, T]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: bool, **options: Unpack[StepOptions],
+        return_lse: bool, **options: Unpack[StepCall],
     ) -> T | tuple[T, T]: ...  # fmt: skip
-    @refuses_others
+    @public(StepOptions, has_frame=False)
     def attend(
         self,
         layer: int,
@@ -330,15 +328,9 @@ class PagePool:
         *,
         new_lengths: Ints | None = None,
         q_lengths: Ints | None = None,
-        scale: float | None = None,
-        mask: Mask | None = None,
-        score: Scores | None = None,
-        sink_logits: Sinks | None = None,
         return_lse: bool = False,
         out: AnyArray | None = None,
-        dropout: float = 0.0,
-        seed: Int | None = None,
-        **theirs: NoReturn,
+        **options: Unpack[StepOptions],
     ) -> Any:
         """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence
         up to its own.
@@ -354,8 +346,8 @@ class PagePool:
                 sequence, else one each.
             q_lengths: the same of q. Default new_lengths; must be said where q has other tokens than k. Of each
                 sequence the last query is at the last token: more queries than new tokens ask for earlier ones again.
-            scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for KVCache.attend; a mask's b, and
-                dropout's batch item, is the index in `sequences`.
+            return_lse, out: as for speedlight.attention.
+            **options: as for KVCache.attend; a mask's b, and dropout's batch item, is the index in `sequences`.
 
         Returns:
             (total new, q_heads, value_dim), of q's kind; with return_lse also (q_heads, total new).
@@ -367,25 +359,21 @@ class PagePool:
 
         After any exception the pool and its sequences are as they were.
         """
-        if theirs:
-            raise unknown(PagePool.attend, next(iter(theirs)))
+        refuse_unknown(PagePool.attend, options)
         if in_graph():
-            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}
-            more = {"return_lse": return_lse, "dropout": dropout, "seed": seed}
-            return outside(PagePool.attend, self, layer, sequences, q, k, v, **options, **more)
+            more = {"new_lengths": new_lengths, "q_lengths": q_lengths, "return_lse": return_lse, "out": out}
+            return outside(PagePool.attend, self, layer, sequences, q, k, v, **more, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        given = (k is not None, None, mask, score, sink_logits, None, 0, scale, "lhd", None, None, None, None, "ieee")
-        options = new_options(Options, (*given, dropout, seed))
+        given = Options(causal=k is not None, layout="lhd", **options)
         arrays = (q,) if k is v is None else (q, k, v)
         usual = new_lengths is q_lengths is out is None
         if usual and type(return_lse) is bool:
-            found = self._storage.checked_step(len(sequences), arrays, options)
+            found = self._storage.checked_step(len(sequences), arrays, given)
             if found is not None:
-                counts, query = found[0].counts, Query(arrays, None, options, return_lse, None)
+                counts, query = found[0].counts, Query(arrays, None, given, return_lse, None)
                 packed = Packed(counts, k, v, query, counts, usual, found)
                 return self._read(layer, sequences, packed) if k is None else self._grow(layer, sequences, packed)
-        query = query_of(self._storage, arrays, options, return_lse, out)
+        query = query_of(self._storage, arrays, given, return_lse, out)
         shape = query.q.shape
         if len(shape) != 3:
             raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {shape}.")

@@ -21,7 +21,7 @@ from onnx.defs import onnx_opset_version
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from ..errors import ArgumentError
+from .. import ArgumentError
 from .operators import Attention, RotaryEmbedding, TensorScatter
 
 __all__ = [
@@ -62,7 +62,7 @@ class Prepared:
         self.evaluator = ReferenceEvaluator(model, new_ops=OPS)
 
     def run(self, inputs: Sequence[np.ndarray] | dict[str, np.ndarray]) -> list[Any]:
-        """Every output of the graph; inputs in its order, or by name."""
+        """Computes every output of the graph; inputs in its order, or by name."""
         if isinstance(inputs, dict):
             return list(self.evaluator.run(None, inputs))
         names = [str(x) for x in self.evaluator.input_names]
@@ -72,7 +72,7 @@ class Prepared:
 
 
 def _check_opset(model: ModelProto) -> None:
-    """Operators are of an opset that has them."""
+    """Raises unless operators are of an opset that has them."""
     version = max([x.version for x in model.opset_import if x.domain in ("", "ai.onnx")], default=onnx_opset_version())
     used = {node.op_type for node in model.graph.node if node.domain in ("", "ai.onnx")}
     for name, first in _FIRST.items():
@@ -81,7 +81,7 @@ def _check_opset(model: ModelProto) -> None:
 
 
 def prepare(model: ModelProto, device: str = "CPU") -> Prepared:
-    """A model, ready to run(): onnx.backend's prepare().
+    """Makes a model ready to run(): onnx.backend's prepare().
 
     >>> import onnx.helper as h, speedlight.onnx
     >>> graph = h.make_graph([h.make_node("Identity", ["x"], ["y"])], "none", [h.make_tensor_value_info("x", 1, [2])],
@@ -96,7 +96,7 @@ def prepare(model: ModelProto, device: str = "CPU") -> Prepared:
 
 
 def run_model(model: ModelProto, inputs: Sequence[np.ndarray], device: str = "CPU") -> list[Any]:
-    """prepare(model).run(inputs).
+    """Runs prepare(model).run(inputs).
 
     >>> import numpy as np, onnx.helper as h, speedlight.onnx
     >>> graph = h.make_graph([h.make_node("Neg", ["x"], ["y"])], "one", [h.make_tensor_value_info("x", 1, [2])],
@@ -108,7 +108,7 @@ def run_model(model: ModelProto, inputs: Sequence[np.ndarray], device: str = "CP
 
 
 def run_node(node: NodeProto, inputs: Sequence[np.ndarray | None], device: str = "CPU") -> list[Any]:
-    """One node's outputs, of the newest opset; inputs in its order, None for those that it leaves out ("").
+    """Computes one node's outputs, of the newest opset; inputs in its order, None for those that it leaves out ("").
 
     >>> import numpy as np, onnx.helper, speedlight.onnx
     >>> node = onnx.helper.make_node("TensorScatter", ["past", "update"], ["present"])
@@ -123,7 +123,7 @@ def run_node(node: NodeProto, inputs: Sequence[np.ndarray | None], device: str =
 
 
 def supports_device(device: str) -> bool:
-    """Whether models run there: on the CPU.
+    """Returns whether models run there: on the CPU.
 
     >>> import speedlight.onnx
     >>> speedlight.onnx.supports_device("CPU"), speedlight.onnx.supports_device("CUDA:0")
@@ -133,7 +133,7 @@ def supports_device(device: str) -> bool:
 
 
 def is_compatible(model: ModelProto) -> bool:
-    """Whether the model can be prepared: what is not of `OPS`, onnx.reference computes.
+    """Returns whether the model can be prepared: what is not of `OPS`, onnx.reference computes.
 
     >>> import onnx, speedlight.onnx
     >>> speedlight.onnx.is_compatible(onnx.ModelProto())

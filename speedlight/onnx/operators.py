@@ -10,38 +10,41 @@ import numpy as np
 from onnx import TensorProto
 from onnx.reference.op_run import OpRun
 
-from ..arrays.array import DTYPES
-from ..calls.rotary import rotary
-from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..expressions.patterns import softcap as capped
-from ..front import attention
-from ..problem.checks import check_index
+from .. import ArgumentError, ArgumentTypeError, Error, attention, rotary
+from .. import softcap as softcap_score
+from ..adapting import DTYPES, Library, check_index, limits
 
-_DIMS = "rotary_embedding_dim"
+ATTENTION = Library("ONNX Attention", names={"q": "Q", "k": "K", "v": "V"})
+ROTARY = Library(
+    "ONNX RotaryEmbedding",
+    names={
+        "x": "X", "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids", "dims": "rotary_embedding_dim",
+    },
+)  # fmt: skip
+SCATTER = Library("ONNX TensorScatter")
 _PRECISIONS = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _named(names: dict[str, str]) -> Callable[[_F], _F]:
-    """Errors with the operator's names of its inputs, of kinds that the evaluator lets pass: it wraps TypeErrors."""
+def _errors_of(operator: Library) -> Callable[[_F], _F]:
+    """Gives errors the operator's names of inputs, and kinds that the evaluator lets pass: it wraps TypeErrors."""
 
-    def of(run: _F) -> _F:
+    def decorate(run: _F) -> _F:
         @functools.wraps(run)
         def call(*args: Any, **attributes: Any) -> Any:
             try:
-                return run(*args, **attributes)
+                with operator.renamed:
+                    return run(*args, **attributes)
             except Error as error:
-                if names:
-                    rename(error, names)
                 if isinstance(error, TypeError):
                     raise ArgumentError(str(error)) from error
                 raise
 
         return call  # type: ignore[return-value]
 
-    return of
+    return decorate
 
 
 class Attention(OpRun):
@@ -67,7 +70,7 @@ class Attention(OpRun):
     (1, 3, 32)
     """
 
-    @_named({"q": "Q", "k": "K", "v": "V"})
+    @_errors_of(ATTENTION)
     def _run(
         self,
         Q: np.ndarray,
@@ -88,21 +91,21 @@ class Attention(OpRun):
         softcap: float = 0.0,
         softmax_precision: int | None = None,
     ) -> tuple[np.ndarray, ...]:
-        q = _by_heads("Q", Q, "q_num_heads", q_num_heads)
-        k, v = (_by_heads(n, x, "kv_num_heads", kv_num_heads) for n, x in (("K", K), ("V", V)))
+        q = _split_heads("Q", Q, "q_num_heads", q_num_heads)
+        k, v = (_split_heads(n, x, "kv_num_heads", kv_num_heads) for n, x in (("K", K), ("V", V)))
         past = 0 if past_key is None else past_key.shape[2]
-        k, v = _joined(k, v, past_key, past_value)
+        k, v = _join_past(k, v, past_key, past_value)
         if nonpad_kv_seqlen is not None and past_key is not None:
             raise ArgumentError("nonpad_kv_seqlen: expected none beside past_key; got both.")
         call = _Call(
-            _visible(q, k, past, nonpad_kv_seqlen, attn_mask),
+            _check_visible(q, k, past, nonpad_kv_seqlen, attn_mask),
             is_causal != 0,
-            _window(left_window_size, right_window_size),
-            _scale(scale, q.shape[-1]),
-            _softcap(softcap),
-            _computed_in(Q, K, V, softmax_precision),
+            _read_window(left_window_size, right_window_size),
+            _check_scale(scale, q.shape[-1]),
+            _check_softcap(softcap),
+            _choose_dtype(Q, K, V, softmax_precision),
         )
-        weights = _output_mode(qk_matmul_output_mode) == 3 and len(self.output) > 3
+        weights = check_index("qk_matmul_output_mode", qk_matmul_output_mode, 4) == 3 and len(self.output) > 3
         out, lse = call.run(q, k, v, weights)
         width = out.shape[1] * out.shape[3]
         y = out if Q.ndim == 4 else np.ascontiguousarray(out.swapaxes(1, 2)).reshape(*Q.shape[:2], width)
@@ -113,7 +116,7 @@ class Attention(OpRun):
 
 
 class _Visible(NamedTuple):
-    """Which keys there are, and where the queries stand among them."""
+    """Keys that there are, and where the queries stand among them."""
 
     starts: tuple[int, ...]  # of each item's queries: the key that the first one is at
     lengths: tuple[int, ...]  # of each item's keys
@@ -121,7 +124,7 @@ class _Visible(NamedTuple):
     keys: int  # how many those are
 
     def shown(self, rows: int, keys: int, causal: bool, window: tuple[int | None, int | None] | None) -> np.ndarray:
-        """(batch, 1, rows, keys): True where a mask of floats is what decides."""
+        """Returns (batch, 1, rows, keys): True where a mask of floats is what decides."""
         i = np.arange(rows)[:, None] + np.array(self.starts, np.int64).reshape(-1, 1, 1, 1)
         j = np.arange(keys)
         seen = j < np.array(self.lengths, np.int64).reshape(-1, 1, 1, 1)
@@ -133,7 +136,7 @@ class _Visible(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A node's attributes, checked."""
+    """Attributes of a node, checked."""
 
     visible: _Visible
     causal: bool
@@ -143,9 +146,9 @@ class _Call(NamedTuple):
     dtype: np.dtype  # of q, k and v as they are computed with
 
     def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, with_lse: bool) -> tuple[np.ndarray, Any]:
-        """Y by heads, and the log-sum-exps if they are wanted."""
+        """Returns Y by heads, and the log-sum-exps if they are wanted."""
         seen = self.visible
-        score: list[Any] = [] if self.softcap is None else [capped(self.softcap)]
+        score: list[Any] = [] if self.softcap is None else [softcap_score(self.softcap)]
         added = seen.mask is not None and seen.mask.dtype != bool
         if added:
             score.append(seen.mask)
@@ -166,7 +169,7 @@ class _Call(NamedTuple):
         return result if with_lse else (result, None)
 
     def products(self, q: np.ndarray, k: np.ndarray, lse: Any, mode: int) -> np.ndarray:
-        """qk_matmul_output: (batch, q_heads, rows, keys), all of it."""
+        """Returns qk_matmul_output: (batch, q_heads, rows, keys), all of it."""
         dtype = np.float64 if self.dtype == np.float64 else np.float32
         (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
         grouped = q.astype(dtype, copy=False).reshape(batch, kv_heads, heads // kv_heads, rows, dim)
@@ -197,8 +200,8 @@ class _Call(NamedTuple):
         return np.where(shown, s, s.dtype.type(-np.inf))
 
 
-def _by_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np.ndarray:
-    """(batch, heads, length, dim), a view."""
+def _split_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np.ndarray:
+    """Returns a view of (batch, heads, length, dim)."""
     if x.ndim == 4:
         if heads not in (None, x.shape[1]):
             raise ArgumentError(f"{attribute}: expected none beside {name} of 4 dimensions; got {heads}.")
@@ -210,10 +213,10 @@ def _by_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np
     return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).swapaxes(1, 2)
 
 
-def _joined(
+def _join_past(
     k: np.ndarray, v: np.ndarray, past_key: np.ndarray | None, past_value: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The past, and what is new."""
+    """Joins the past with what is new."""
     if past_key is None and past_value is None:
         return k, v
     found = []
@@ -231,7 +234,9 @@ def _joined(
     return found[0], found[1]
 
 
-def _visible(q: np.ndarray, k: np.ndarray, past: int, nonpad: np.ndarray | None, mask: np.ndarray | None) -> _Visible:
+def _check_visible(
+    q: np.ndarray, k: np.ndarray, past: int, nonpad: np.ndarray | None, mask: np.ndarray | None
+) -> _Visible:
     (batch, heads, rows, _), keys = q.shape, k.shape[2]
     starts, lengths = [past] * batch, [keys] * batch
     if nonpad is not None:
@@ -257,16 +262,14 @@ def _visible(q: np.ndarray, k: np.ndarray, past: int, nonpad: np.ndarray | None,
     return _Visible(tuple(starts), tuple([min(n, shape[3]) for n in lengths]), mask, shape[3])
 
 
-def _window(left: int, right: int) -> tuple[int | None, int | None] | None:
+def _read_window(left: int, right: int) -> tuple[int | None, int | None] | None:
     for name, n in (("left_window_size", left), ("right_window_size", right)):
         if n < -1:
             raise ArgumentError(f"{name}: expected -1, which is no limit, or more; got {n}.")
-    if left == right == -1:
-        return None
-    return None if left == -1 else left, None if right == -1 else right
+    return limits(left, right)
 
 
-def _scale(scale: float | None, dim: int) -> float:
+def _check_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / float(np.sqrt(max(dim, 1)))
     if not scale >= 0:
@@ -274,7 +277,7 @@ def _scale(scale: float | None, dim: int) -> float:
     return scale
 
 
-def _softcap(softcap: float | None) -> float | None:
+def _check_softcap(softcap: float | None) -> float | None:
     if not softcap:
         return None
     if not softcap > 0:
@@ -282,12 +285,8 @@ def _softcap(softcap: float | None) -> float | None:
     return softcap
 
 
-def _output_mode(mode: int) -> int:
-    return check_index("qk_matmul_output_mode", mode, 4)
-
-
-def _computed_in(q: np.ndarray, k: np.ndarray, v: np.ndarray, precision: int | None) -> np.dtype:
-    """One dtype for all three: theirs, or one that holds them all and that the softmax is asked to have."""
+def _choose_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray, precision: int | None) -> np.dtype:
+    """Returns one dtype for all three: theirs, or one that holds them all and that the softmax is asked to have."""
     for name, x in (("Q", q), ("K", k), ("V", v)):
         if x.dtype.name not in DTYPES:
             raise ArgumentTypeError(f"{name}: expected float32, float64, float16 or bfloat16; got {x.dtype}.")
@@ -318,7 +317,7 @@ class RotaryEmbedding(OpRun):
     [-1.0, -1.0, 1.0, 1.0]
     """
 
-    @_named({"x": "X", "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids", "dims": _DIMS})
+    @_errors_of(ROTARY)
     def _run(
         self,
         X: np.ndarray,
@@ -330,7 +329,7 @@ class RotaryEmbedding(OpRun):
         num_heads: int | None = None,
         rotary_embedding_dim: int = 0,
     ) -> tuple[np.ndarray]:
-        x = _by_heads("X", X, "num_heads", num_heads)
+        x = _split_heads("X", X, "num_heads", num_heads)
         dims = rotary_embedding_dim or x.shape[-1]
         for name, t in (("cos_cache", cos_cache), ("sin_cache", sin_cache)):
             expected = 3 if position_ids is None else 2
@@ -364,7 +363,7 @@ class TensorScatter(OpRun):
     [1.0, 0.0, 0.0, 1.0]
     """
 
-    @_named({})
+    @_errors_of(SCATTER)
     def _run(
         self,
         past_cache: np.ndarray,

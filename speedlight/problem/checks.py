@@ -14,8 +14,8 @@ from ..arrays.array import CODES, DTYPES, Array, code_cache, conversion, describ
 from ..arrays.integers import integer, is_one, whole
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
 from ..errors.advice import of_layout, of_window
-from .options import DtypeName
-from .problem import LAYOUTS, MOST_SEEDS
+from .options import MOST_SEEDS, DtypeName
+from .problem import LAYOUTS
 
 MOST = 1 << 46  # of sizes and positions
 MOST_SCALE = 1e30

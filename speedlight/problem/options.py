@@ -1,35 +1,43 @@
-"""What type checkers are told of public calls: arrays of any library, the words that options take, and options.
+"""The list of options: the type, the default and a line of documentation of each; and the types of arguments.
 
-Overloads tell what comes back, and take options as a TypedDict; the signature that help() and completions show is the
-implementation's. tests/arguments/test_names.py holds the two together.
+Public calls take `**options` of one of these dicts. `public` gives them the signature, the documentation and the errors
+of an argument that they lack. problem.Options holds the values of a call.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
+import functools
+import inspect
+import marshal
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ForwardRef, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
 
 import numpy as np
 
+from ..arrays.array import listed
+from ..errors import Error
+from ..errors.advice import explain, unknown
 from ..expressions.tables import Table
-from ..expressions.tracing import Expression, MaskFunction, ScoreFunction
+from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, is_immutable
+from ..host.graph_breaks import in_graph, outside
 
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 _Kind = TypeVar("_Kind", covariant=True)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ArrayOf(Protocol[_Kind]):
-    """NumPy's, PyTorch's, JAX's … whose library is told, without importing any, by what a method of theirs returns: of
-    a Parameter a Tensor, of an array an array of any shape, of what is not typed Any.
+    """An array of any library, which a type checker knows by what its method returns, without importing any: of a
+    Parameter a Tensor, of an array an array of any shape, of what is not typed Any.
     """
 
     def squeeze(self) -> _Kind: ...
 
 
 class TorchDtype(Protocol):
-    """torch.dtype."""
+    """A torch.dtype."""
 
     @property
     def is_floating_point(self) -> bool: ...
@@ -56,18 +64,29 @@ DtypeName = Literal["float32", "float64", "float16", "bfloat16", "int8", "float8
 Dtype = DtypeName | Literal["fp8", "fp8_e4m3", "float8_e4m3"] | np.dtype[Any] | type[Any] | TorchDtype
 
 
-class Weighing(TypedDict, total=False):
-    """What every call of attention takes."""
+class StepOptions(TypedDict, total=False):
+    """Options of every call of attention: `name: Annotated["type", default, "documentation"]`."""
 
-    mask: Mask | None
-    score: Scores | None
-    sink_logits: Sinks | None
-    scale: float | None
-    dropout: float
-    seed: Int | None
+    mask: Annotated["Mask | None", None, "keys that a query sees: a function (b, h, i, j) -> bool, a pattern, …"]
+    score: Annotated["Scores | None", None, "what becomes of a score: a function (s, b, h, i, j) -> s, a pattern, …"]
+    sink_logits: Annotated["Sinks | None", None, "a score per query head that joins the softmax's denominator alone."]
+    scale: Annotated["float | None", None, "factor of the scores. Default 1/sqrt(head_dim)."]
+    dropout: Annotated["float", 0.0, "probability that a weight becomes 0 after the softmax."]
+    seed: Annotated["Int | None", None, "key of dropout's random numbers, an int of 64 bits."]
 
 
-class AttentionOptions(Weighing, total=False):
+class PagedOptions(StepOptions, total=False):
+    """Options of attention_paged()."""
+
+    causal: Annotated["Causal", False, "hides keys after the query, aligned at the end, or at the start (top-left)."]
+    window: Annotated["Window | None", None, "(left, right): hides keys before i - left and after i + right."]
+    q_start: Annotated["Int | Ints | None", None, "absolute position of the first query, an int or one per item."]
+    layout: Annotated["Layout", "bhld", "order of the arrays' dimensions."]
+    cu_seqlens_q: Annotated["Ints | None", None, "for layout lhd, offsets of the sequences in q."]
+    q_lengths: Annotated["Ints | None", None, "for a padded batch, queries of each item."]
+
+
+class AttentionOptions(PagedOptions, total=False):
     """What to compute, as attention(), attention_backward() and plan() take it: for options that are passed on.
 
     >>> import numpy as np, speedlight as sl
@@ -77,42 +96,152 @@ class AttentionOptions(Weighing, total=False):
     ((1, 2, 3, 4), 12)
     """
 
-    causal: Causal
-    window: Window | None
-    q_start: Int | Ints | None
-    k_start: Int
-    layout: Layout
-    cu_seqlens_q: Ints | None
-    cu_seqlens_k: Ints | None
-    lengths: Ints | None
-    q_lengths: Ints | None
-    k_lengths: Ints | None
+    k_start: Annotated["Int", 0, "absolute position of the first key, a multiple of 1024."]
+    cu_seqlens_k: Annotated["Ints | None", None, "for layout lhd, offsets of the sequences in k and v."]
+    k_lengths: Annotated["Ints | None", None, "for a padded batch, keys of each item."]
+    lengths: Annotated["Ints | None", None, "for a padded batch, tokens of each item, queries and keys alike."]
 
 
-class ArrayOptions(AttentionOptions, total=False):
-    """Of attention()."""
+class AllOptions(AttentionOptions, total=False):
+    """Every option."""
 
-    out: AnyArray | None
-    engine: Engine | None
-    precision: Precision
+    precision: Annotated["Precision", "ieee", "of float32 products on a GPU."]
 
 
-class PagedOptions(Weighing, total=False):
-    """Of attention_paged()."""
+class ArrayCall(AllOptions, total=False):
+    """Options of attention(), the array that it writes to and the engine."""
 
-    causal: Causal
-    window: Window | None
-    q_start: Int | Ints | None
-    layout: Layout
-    cu_seqlens_q: Ints | None
-    q_lengths: Ints | None
     out: AnyArray | None
     engine: Engine | None
 
 
-class StepOptions(Weighing, total=False):
-    """Of KVCache.attend() and PagePool.attend()."""
+class PagedCall(PagedOptions, total=False):
+    """Options of attention_paged(), the array that it writes to and the engine."""
+
+    out: AnyArray | None
+    engine: Engine | None
+
+
+class StepCall(StepOptions, total=False):
+    """Options of KVCache.attend() and PagePool.attend(), lengths and the array that they write to."""
 
     new_lengths: Ints | None
     q_lengths: Ints | None
     out: AnyArray | None
+
+
+_OR_NONE, _NUMBER = frozenset((int, float, type(None))), frozenset((int, float))
+_CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))), _OR_NONE
+MOST_SEEDS = 1 << 64  # a seed is the key of dropout's random numbers
+_MOST_VALUES = 4096  # of a list that a key may hold
+DEFAULTS: dict[str, Any] = {name: x.__metadata__[0] for name, x in AllOptions.__annotations__.items()}
+
+
+def exact_key(options: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Returns what is equal for options that mean the same to the bit; None for a type that may change or is odd.
+
+    Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores are
+    expressions, which never change, and are known by what they compute. A seed is none of it: it is a word of every
+    call, and another one would come with each.
+    """
+    (
+        mask, score, sinks, scale, dropout, seed, causal, window, q_start, layout, cu_q, q_lens, k_start, cu_k,
+        k_lens, precision,
+    ) = options  # fmt: skip  # in the order of the list: by name in three times the time
+    if not (
+        type(causal) in _CAUSAL
+        and type(q_start) in _POSITION
+        and type(k_start) is int
+        and type(scale) in _SCALE
+        and type(layout) is str
+        and type(precision) is str
+        and type(dropout) in _NUMBER
+    ):
+        return None
+    if not (mask is score is None or (is_immutable(mask) and is_immutable(score))):
+        return None
+    exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
+    key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
+    if dropout:
+        if not (0 < dropout <= 1 and type(seed) is int and 0 <= seed < MOST_SEEDS):
+            return None
+        key += (float(dropout),)
+    if window is sinks is cu_q is cu_k is q_lens is k_lens is None:
+        return key
+    values = tuple(map(_exactly, (window, sinks, cu_q, cu_k, q_lens, k_lens)))
+    return None if ... in values else key + values
+
+
+def _exactly(x: Any) -> Any:
+    """A short list as part of a key: types and bits of its values now. ... for what cannot be told so."""
+    if x is None:
+        return None
+    if type(x) in (list, tuple):
+        return (type(x), marshal.dumps(x, 2)) if _OR_NONE.issuperset(map(type, x)) else ...
+    if type(x) is np.ndarray:
+        return (x.dtype, x.shape, x.tobytes()) if x.dtype.kind in "iuf" and x.size <= _MOST_VALUES else ...
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.numel() > _MOST_VALUES:
+        return ...
+    try:
+        values = _exactly(listed(x, "", ""))
+    except Error:  # checked again, by name, where nothing is memoised
+        return ...
+    return ... if values is ... else (x.dtype, values)
+
+
+def public(options: Any = None, *, leaves_graph: bool = True, has_frame: bool = True) -> Callable[[_F], _F]:
+    """Makes a function public: help() and inspect show each of its options, and errors of arguments that it lacks, or
+    that other libraries name otherwise, say what to write.
+
+    Args:
+        options: the dict above that its `**options` take. Without any, `**theirs` are only there to be refused.
+        leaves_graph: torch.compile does not look into it: memory addresses mean nothing to a tracer.
+        has_frame: False where a signal must not come between a result and the caller: when a decorator's call returns,
+            signals are looked for. Such a function leaves graphs and calls refuse_unknown() itself.
+    """
+
+    def decorate(function: _F) -> _F:
+        _describe(function, options)
+        if not has_frame:
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            if leaves_graph and "torch._dynamo" in sys.modules and in_graph():  # asked here first: a call costs more
+                return outside(function, *args, **given)
+            try:
+                return function(*args, **given)
+            except (TypeError, Error) as error:  # of arguments that do not fit, and of ours: hints say more
+                explain(error, function, args, given)
+                raise
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def refuse_unknown(function: Any, given: Mapping[str, Any]) -> None:
+    """Raises for the first argument that a public function has no such option for."""
+    if not function.options.issuperset(given):
+        raise unknown(function, next(name for name in given if name not in function.options))
+
+
+def _describe(function: Any, options: Any) -> None:
+    """Gives a function the names, the signature, the types and the documentation of its options."""
+    listed = {} if options is None else options.__annotations__
+    own = inspect.signature(function)
+    if last := [x.name for x in own.parameters.values() if x.kind is x.VAR_KEYWORD]:
+        shown = [x for x in own.parameters.values() if x.name != last[0]]
+        names = {name: x.__origin__.__forward_arg__ for name, x in listed.items()}
+        shown += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=names[name])
+            for name in names
+        ]
+        function.__signature__ = own.replace(parameters=shown)
+        del function.__annotations__[last[0]]
+        function.__annotations__ |= {name: ForwardRef(x, module=__name__) for name, x in names.items()}
+        function.options = frozenset(listed)
+    lines = "".join([f"\n{{0}}{name}: {x.__metadata__[1]}" for name, x in listed.items()])
+    given = re.compile(r"^( +)\*\*options: .*(\n\1 +.*)*$|^( +)q, k, v, .*\*\*options: .*$", re.MULTILINE)
+    function.__doc__ = given.sub(lambda x: x[0] + lines.replace("{0}", x[1] or x[3]), function.__doc__ or "") or None

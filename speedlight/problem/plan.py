@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..distributed.model import Asked, Rates, Spread, spread
 from ..errors import UnsupportedError
 from ..expressions.tree import lazily
 from ..host.tunings import Origin
 from .problem import TILE, Problem
+from .rank_plan import Asked, Rates, Spread, spread
 from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import marshal
-import sys
+from collections import namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from ..arrays.array import DTYPES, listed
-from ..errors import ArgumentError, Error
+from ..arrays.array import DTYPES
+from ..errors import ArgumentError
 from ..expressions.program import Program
-from ..expressions.tracing import Expression, is_immutable
+from ..expressions.tracing import Expression
 from ..expressions.tree import Node, lazily
+from .options import DEFAULTS, exact_key, refuse_unknown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 QUERY_BLOCK = 192  # positions whose share of dK and dV is summed before it is added
@@ -32,102 +34,69 @@ SAME_LAYOUTS = {
 SAME_CAUSAL: dict[str, bool | str] = {"bottom-right": True, "lower-right": True, "upper-left": "top-left"}
 _OURS = {theirs: ours for ours, those in SAME_LAYOUTS.items() for theirs in those}
 
-_OR_NONE, _NUMBER = frozenset((int, float, type(None))), frozenset((int, float))
-_CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))), _OR_NONE
-MOST_SEEDS = 1 << 64  # a seed is the key of dropout's random numbers
-_MOST_VALUES = 4096  # of a list that a key may hold
+
+if TYPE_CHECKING:
+
+    class _Fields(tuple[Any, ...]):
+        """A named tuple that has a field for each option of the list."""
+
+        _fields: ClassVar[tuple[str, ...]]
+
+        def __new__(cls, **options: Any) -> Self: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def _replace(self, **options: Any) -> Self: ...
+        def _asdict(self) -> dict[str, Any]: ...
+
+else:
+    _FIELDS = {name: x for name, x in DEFAULTS.items() if name != "lengths"}  # which is q_lengths and k_lengths
+    _Fields = namedtuple("_Fields", _FIELDS, defaults=_FIELDS.values())
 
 
-class Options(NamedTuple):
-    """Every option of a call, as it was given. What they mean, attention() says; the defaults are its own.
+class Options(_Fields):
+    """The options of a call, as they were given: the fields and the defaults of problem.options' list, in its order.
 
-    An option that is added stands here, in the signatures that offer it, and in what obeys it: nowhere between.
+    An option that is added stands in the list, in the key below, and in what obeys it: nowhere between.
     """
 
-    causal: Any = False
-    window: Any = None
-    mask: Any = None
-    score: Any = None
-    sink_logits: Any = None
-    q_start: Any = None
-    k_start: Any = 0
-    scale: Any = None
-    layout: Any = "bhld"
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    q_lengths: Any = None
-    k_lengths: Any = None
-    precision: Any = "ieee"
-    dropout: Any = 0.0
-    seed: Any = None
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, function: Any, given: Mapping[str, Any]) -> Options:
+        """Returns what a public function was given; raises for an option that it lacks."""
+        if not given:
+            return _NO_OPTIONS
+        refuse_unknown(function, given)
+        if "lengths" in given:
+            given = dict(given)
+            both = given.pop("lengths")
+            if both is not None:
+                both = padded_alike(both, given.get("q_lengths"), given.get("k_lengths"))
+                given |= {"q_lengths": both, "k_lengths": both}
+        return cls(**given)
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options that are not their defaults."""
+        pairs = zip(self._fields, self, strict=True)
+        return {name: x for name, x in pairs if not (x is DEFAULTS[name] or (type(x) is float and x == DEFAULTS[name]))}
 
     def spelled(self) -> Options:
-        """The same in our own words: layouts and alignments may have come by other libraries' names."""
+        """Returns the options in our own words: layouts and alignments may have come by other libraries' names."""
         layout, causal = our_layout(self.layout), our_causal(self.causal, self.q_start)
         return self if layout is self.layout and causal is self.causal else self._replace(layout=layout, causal=causal)
 
     def seed_word(self) -> int:
-        """The seed of a call that has a key: 0 without dropout, where it says nothing."""
+        """Returns the seed of a call that has a key: 0 without dropout, where it says nothing."""
         return self.seed if self.dropout else 0
 
     def table_bytes(self) -> int:
-        """Of what masks and scores that may be part of a key look up, which whoever keeps the key holds, too."""
+        """Returns the bytes of what masks and scores that may be part of a key look up, which a key keeps alive."""
         return sum([t.array.nbytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
 
-    def key(self) -> tuple[Any, ...] | None:
-        """Equal for options that mean the same to the bit; None where one is of a type that may change or is odd.
-
-        Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores are
-        expressions, which never change, and are known by what they compute. A seed is none of it: it is a word of every
-        call, and another one would come with each.
-        """
-        (
-            causal, window, mask, score, sinks, q_start, k_start, scale, layout, cu_q, cu_k, q_lens, k_lens, precision,
-            dropout, seed,
-        ) = self  # fmt: skip
-        if not (
-            type(causal) in _CAUSAL
-            and type(q_start) in _POSITION
-            and type(k_start) is int
-            and type(scale) in _SCALE
-            and type(layout) is str
-            and type(precision) is str
-            and type(dropout) in _NUMBER
-        ):
-            return None
-        if not (mask is score is None or (is_immutable(mask) and is_immutable(score))):
-            return None
-        exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
-        key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
-        if dropout:
-            if not (0 < dropout <= 1 and type(seed) is int and 0 <= seed < MOST_SEEDS):
-                return None
-            key += (float(dropout),)
-        if window is sinks is cu_q is cu_k is q_lens is k_lens is None:
-            return key
-        values = tuple(map(_exactly, (window, sinks, cu_q, cu_k, q_lens, k_lens)))
-        return None if ... in values else key + values
-
-
-def _exactly(x: Any) -> Any:
-    """A short list as part of a key: types and bits of its values now. ... for what cannot be told so."""
-    if x is None:
-        return None
-    if type(x) in (list, tuple):
-        return (type(x), marshal.dumps(x, 2)) if _OR_NONE.issuperset(map(type, x)) else ...
-    if type(x) is np.ndarray:
-        return (x.dtype, x.shape, x.tobytes()) if x.dtype.kind in "iuf" and x.size <= _MOST_VALUES else ...
-    torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.numel() > _MOST_VALUES:
-        return ...
-    try:
-        values = _exactly(listed(x, "", ""))
-    except Error:  # checked again, by name, where nothing is memoised
-        return ...
-    return ... if values is ... else (x.dtype, values)
+    key = exact_key
 
 
 new_options = tuple.__new__  # new_options(Options, (…)) of all fields: in half the time of Options(…)
+_NO_OPTIONS = Options()
 
 
 class Sizes(NamedTuple):

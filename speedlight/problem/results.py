@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import DTYPES, Array, address_of, check_plain_tensor, describe, numpy_dtype
+from ..arrays.array import DTYPES, Array, check_plain_tensor, describe, numpy_dtype
 from ..errors import ArgumentError, ArgumentTypeError
+from ..host.shortcuts import address_of, count_write
 from .problem import LAYOUTS, Options, Problem
 
 
@@ -71,12 +73,31 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     return (*dims, last)
 
 
+class ResultForm(NamedTuple):
+    """The form of what a call returns."""
+
+    shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    alike: bool  # out has q's shape and strides
+    strides: tuple[int, ...] | None  # of out, in elements, where it is not contiguous
+
+    @classmethod
+    def of(cls, layout: str, q: Array, value_dim: int, strides: tuple[int, ...]) -> ResultForm:
+        """Returns the form of an out with these strides, in bytes, beside queries."""
+        shape, size = (*q.shape[:-1], value_dim), DTYPES[q.dtype][1]
+        dense = tuple([math.prod(shape[d + 1 :]) * size for d in range(len(shape))])
+        lse_shape, alike = tuple([q.shape[axis] for axis in LAYOUTS[layout][:-1]]), (q.shape, q.strides)
+        return cls(
+            shape, lse_shape, (shape, strides) == alike, None if strides == dense else tuple(x // size for x in strides)
+        )
+
+
 def fresh(
-    q: Any, shape: tuple[int, ...], *, logarithms: bool = False, alike: bool = False, steps: Any = None
+    q: Any, shape: tuple[int, ...], *, logarithms: bool = False, alike: bool = False, strides: Any = None
 ) -> tuple[Any, int]:
     """A new array beside a NumPy array or a tensor, for out or for log-sum-exps, and its address; as fast as can be.
-    `alike`: of q's own shape and strides, which are those of a dense one. `steps`: strides of a tensor that has others
-    than a contiguous one.
+    `alike`: of q's own shape and strides, which are those of a dense one. `strides`: of a tensor that has others than
+    a contiguous one, in elements.
     """
     if type(q) is np.ndarray:
         new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
@@ -88,10 +109,10 @@ def fresh(
         new = None
     if new is None:
         dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
-        if steps is None:
+        if strides is None:
             new = torch.empty(shape, dtype=dtype, device="cpu")
         else:
-            new = torch.empty_strided(shape, steps, dtype=dtype, device="cpu")
+            new = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     if type(new) is torch.Tensor and ((address := new.data_ptr()) or 0 in shape):
         return new, address
     check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
@@ -169,11 +190,6 @@ def tell_written(x: Array) -> None:
     """Tells autograd, before it happens, that an array is written to, if it is a tensor."""
     if x.kind == "torch":
         count_write(x.tensor)
-
-
-def count_write(tensor: Any) -> None:
-    """Raises a tensor's version, if it has one: what was saved of it for a backward pass is no more."""
-    sys.modules["torch"]._C._increment_version((tensor,))  # in half the time of autograd.graph.increment_version()
 
 
 def deliver(target: Array) -> None:

@@ -5,21 +5,18 @@ Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import array as arrays
 from ..errors import ArgumentError, ArgumentTypeError
-from ..errors.advice import unknown
 from ..host.rounding import standard
 from ..problem.checks import (
     MOST,
     cache_dtype,
     check_flag,
     check_index,
-    check_precision,
     check_tokens,
     dropout_of,
     integer,
@@ -28,6 +25,7 @@ from ..problem.checks import (
     states_of,
 )
 from ..problem.gradients import SINKS
+from ..problem.options import AllOptions, public
 from ..problem.philox import MOST_POSITIONS, kept
 from ..problem.problem import Options
 from ..problem.rotary_angles import Options as RotaryOptions
@@ -47,16 +45,19 @@ from .bounds import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
 from .case import Case, Flow
 from .head_backward import backward_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+@public(AllOptions, leaves_graph=False)
 @standard
-def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
-    """Returns the exact result of `speedlight.attention` with the same arguments, in float64.
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[AllOptions]) -> Any:
+    """Returns the exact result of `speedlight.attention` with the same arguments should return, in float64.
 
     Args:
         q, k, v: as for `speedlight.attention`.
         return_lse: also return the log-sum-exp.
-        **options: causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q,
-            cu_seqlens_k, lengths, q_lengths, k_lengths, dropout, seed.
+        **options: as for `speedlight.attention`.
 
     Returns:
         float64 NumPy arrays of the shapes that `speedlight.attention` returns.
@@ -76,9 +77,19 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     return (case.outward(out), lse) if return_lse else case.outward(out)
 
 
+@public(AllOptions, leaves_graph=False)
 @standard
 def backward(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any = None, *, grads: Any = (), **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any = None,
+    *,
+    grads: Any = (),
+    **options: Unpack[AllOptions],
 ) -> Any:
     """Gradients of `speedlight.attention` with the same arguments, in float64.
 
@@ -120,6 +131,7 @@ def backward(
     return (*results, tuple(found.values())) if found else results
 
 
+@public(AllOptions, leaves_graph=False)
 def backward_bound(
     q: Any,
     k: Any,
@@ -131,7 +143,7 @@ def backward_bound(
     *,
     grads: Any = (),
     dot: bool = False,
-    **options: Any,
+    **options: Unpack[AllOptions],
 ) -> Any:
     """Bounds how far gradients may be from `backward`, element by element: by the roundings of these very numbers,
     to first order. docs/numerics.md has the formula.
@@ -177,6 +189,7 @@ def backward_bound(
     return (*own, bounds) if bounds else own
 
 
+@public(AllOptions, leaves_graph=False)
 def error_bound(
     q: Any,
     k: Any,
@@ -186,8 +199,7 @@ def error_bound(
     dot: bool = False,
     int8: bool = False,
     tile: int | None = None,
-    precision: str = "ieee",
-    **options: Any,
+    **options: Unpack[AllOptions],
 ) -> Bounds:
     """Bounds how far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
 
@@ -210,12 +222,12 @@ def error_bound(
     """
     for name, x in (("proven", proven), ("dot", dot), ("int8", int8)):
         check_flag(name, x)
-    check_precision(precision)
     tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
     case = _case(error_bound, q, k, v, options)
-    arithmetic = Arithmetic(case.problem, proven, dot and not case.problem.widened, int8, tile, precision)
+    dot, precision = dot and not case.problem.widened, options.get("precision", "ieee")
+    arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):
         for head in case.heads():
@@ -259,15 +271,18 @@ def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
 
 
-def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarray:
-    """Returns the exact result of `speedlight.rotary` with the same arguments, in float64.
+@public(leaves_graph=False)
+def rotary(
+    x: Any, cos: Any = None, sin: Any = None, *, positions: Any = None, base: Any = None, interleaved: Any = False,
+    dims: Any = None, layout: Any = "bhld",
+) -> np.ndarray:  # fmt: skip
+    """Returns the exact result of `speedlight.rotary` with the same arguments should return, in float64.
 
     >>> import numpy as np, speedlight as sl
     >>> sl.reference.rotary(np.ones((1, 1, 1, 2)), positions=1).round(6).tolist()
     [[[[-0.301169, 1.381773]]]]
     """
-    _check_names(rotary, options, RotaryOptions._fields)
-    rotation = rotation_of(x, RotaryOptions(cos, sin, **options), "float64")
+    rotation = rotation_of(x, RotaryOptions(cos, sin, positions, base, interleaved, dims, layout), "float64")
     rows, dims = _float64(x), rotation.dims
     of_pair = np.zeros((*rows.shape[:-1], rotation.cos.shape[-1]))
     cos, sin = (_float64(t) + of_pair for t in (rotation.cos, rotation.sin))
@@ -280,16 +295,9 @@ def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarr
     return rows
 
 
-def _case(function: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Case:
-    """Reads the arguments of one of these calls."""
-    _check_names(function, options, ("lengths", *Options._fields))
-    return Case(q, k, v, options)
-
-
-def _check_names(function: Any, options: dict[str, Any], known: Sequence[str]) -> None:
-    for name in options:
-        if name not in known:
-            raise unknown(function, name, known)
+def _case(function: Any, q: Any, k: Any, v: Any, options: Any) -> Case:
+    """Returns the problem of one of these calls."""
+    return Case(q, k, v, Options.of(function, options))
 
 
 def _float64(x: Any) -> np.ndarray:
@@ -297,7 +305,8 @@ def _float64(x: Any) -> np.ndarray:
     return np.array(x.detach().cpu().double() if arrays.is_tensor(x) else x, np.float64)
 
 
-def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
+@public(AllOptions, leaves_graph=False)
+def weights(q: Any, k: Any, **options: Unpack[AllOptions]) -> np.ndarray:
     """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as
     it is; under dropout, what that leaves.
 

@@ -12,7 +12,7 @@ from ..expressions.tree import evaluate
 from ..problem.build import from_arrays
 from ..problem.gradients import Asked, Given, asked
 from ..problem.philox import kept
-from ..problem.problem import LAYOUTS, Options, Problem, padded_alike
+from ..problem.problem import LAYOUTS, Options, Problem
 from .head_backward import Returned
 
 _LARGE = 2.0**900  # values beyond are summed in units of this
@@ -39,20 +39,12 @@ def attention_row(
     return weighted.sum(axis=1) / p.sum(), float(top + np.log(p.sum()))
 
 
-def options_of(*, lengths: Any = None, **options: Any) -> Options:
-    given = Options(**options)
-    if lengths is None:
-        return given
-    both = padded_alike(lengths, given.q_lengths, given.k_lengths)
-    return given._replace(q_lengths=both, k_lengths=both)
-
-
 class Case:
     """Arrays as (batch, heads, length, dim) float64 views of one problem, or as one item when packed."""
 
-    def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
+    def __init__(self, q: Any, k: Any, v: Any, options: Options) -> None:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-        given = options_of(**options).spelled()
+        given = options.spelled()
         self.layout = given.layout
         self.problem, self.cu_q, self.cu_k = from_arrays(described[0], described[1], described[2], given)
         self.dtype = self.problem.dtype

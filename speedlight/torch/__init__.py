@@ -20,17 +20,13 @@ if TYPE_CHECKING:
     from .module import Attention
     from .overrides import patch, report, sdpa, unpatch
 
-_HOMES = {
-    "Attention": "module",
-    "attention": "attending",
-    "patch": "overrides",
-    "report": "overrides",
-    "scaled_dot_product_attention": "dot_product",
-    "sdpa": "overrides",
-    "unpatch": "overrides",
-    "create_block_mask": "flex",
-    "flex_attention": "flex",
-}
+_NAMES = {
+    "module": "Attention",
+    "attending": "attention",
+    "overrides": "patch report sdpa unpatch",
+    "dot_product": "scaled_dot_product_attention",
+    "flex": "create_block_mask flex_attention",
+}  # of each module
 
 __all__ = [
     "Attention",
@@ -46,7 +42,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-    __getattr__ = importer(globals(), _HOMES)
+    __getattr__ = importer(globals(), _NAMES)
 
 
 def __dir__() -> list[str]:

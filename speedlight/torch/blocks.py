@@ -1,4 +1,4 @@
-"""PyTorch's BlockMask and our masks: what its block tables say beside its mask_mod, and tables made of a function."""
+"""PyTorch's BlockMask and our masks: its block tables beside its mask_mod, and tables made of a function."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import torch
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import ArgumentError, Expression, Symbol, Table, UnsupportedError, expression
 from ..arrays.array import is_traced
-from ..errors import ArgumentError, UnsupportedError
 from ..expressions.bounds import integers, visible
-from ..expressions.symbols import Symbol
-from ..expressions.tables import Table
-from ..expressions.tracing import Expression, expression, is_immutable
+from ..expressions.tracing import is_immutable
 from ..expressions.tree import evaluate
 from ..problem.tiles import Many
 
@@ -28,7 +26,7 @@ Sizes = tuple[int, int, int, int]  # batch, heads, q_len, k_len
 
 
 class Blocks(NamedTuple):
-    """What is listed, (batch or 1, heads or 1, blocks of queries, blocks of keys), and the size of a block."""
+    """Blocks that are listed, (batch or 1, heads or 1, blocks of queries, blocks of keys), and the size of a block."""
 
     partial: np.ndarray
     full: np.ndarray
@@ -39,40 +37,40 @@ class Blocks(NamedTuple):
 _known: weakref.WeakKeyDictionary[flex.BlockMask, tuple[Any, Expression | None]] = weakref.WeakKeyDictionary()
 
 
-def mask_of(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
-    """What a BlockMask shows; None where that is everything."""
-    mask = expression(_mask_mod(block_mask), "mask")
+def read_mask(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
+    """Returns what a BlockMask shows; None where that is everything."""
+    mask = expression(_check_mask_mod(block_mask), "mask")
     if not is_immutable(mask):
-        return _shown(block_mask, mask, sizes)
+        return _join_tables(block_mask, mask, sizes)
     tables = (getattr(block_mask, name) for name in _TABLES)
     key = (
         mask, sizes, block_mask.BLOCK_SIZE, block_mask.seq_lengths,
-        *(None if x is None else (x.shape, x.dtype, _entries(x).tobytes()) for x in tables),
+        *(None if x is None else (x.shape, x.dtype, _read_entries(x).tobytes()) for x in tables),
     )  # fmt: skip
     known = _known.get(block_mask)
     if known is None or known[0] != key:
-        _known[block_mask] = known = key, _shown(block_mask, mask, sizes)
+        _known[block_mask] = known = key, _join_tables(block_mask, mask, sizes)
     return known[1]
 
 
-def _shown(block_mask: flex.BlockMask, mask: Expression, sizes: Sizes) -> Expression | None:
-    """The mask, and what the block tables say beside it."""
-    blocks = _listed(block_mask, sizes)
+def _join_tables(block_mask: flex.BlockMask, mask: Expression, sizes: Sizes) -> Expression | None:
+    """Returns the mask joined with what the block tables say beside it."""
+    blocks = _read_blocks(block_mask, sizes)
     everything = mask.root.op == "number" and mask.root.value
     listed = blocks.partial | blocks.full
     if (everything and listed.all()) or 0 in sizes:
         return None
-    some, every = _classes(mask, listed.shape[:2], sizes, blocks.size)
+    some, every = _classify(mask, listed.shape[:2], sizes, blocks.size)
     full = blocks.full & ~every  # of which mask_mod says less
     if not (some & ~listed).any() and not full.any():
         return mask
-    shown = _looked_up(listed, blocks.size)
+    shown = _look_up(listed, blocks.size)
     if everything:
         return shown
-    return shown & mask if not full.any() else _looked_up(full, blocks.size) | (shown & mask)
+    return shown & mask if not full.any() else _look_up(full, blocks.size) | (shown & mask)
 
 
-def _mask_mod(block_mask: flex.BlockMask) -> Callable[..., Any]:
+def _check_mask_mod(block_mask: flex.BlockMask) -> Callable[..., Any]:
     if block_mask.mask_mod is flex._sliced_mask_mod_error:
         raise ArgumentError(
             "block_mask: expected one with a mask_mod; got a slice, which has none. Set its mask_mod, made of that of "
@@ -81,8 +79,8 @@ def _mask_mod(block_mask: flex.BlockMask) -> Callable[..., Any]:
     return block_mask.mask_mod
 
 
-def _listed(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
-    """The block tables of a mask that fits these sizes."""
+def _read_blocks(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
+    """Returns the block tables of a mask. Raises unless it fits these sizes."""
     batch, heads, q_len, k_len = sizes
     q_size, k_size = mask.BLOCK_SIZE
     if mask.BLOCK_SIZE != (flex._LARGE_SPARSE_BLOCK_SIZE,) * 2 and mask.shape[-2:] != (q_len, k_len):
@@ -91,10 +89,10 @@ def _listed(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
             "these lengths, or use block_mask._adjust(q_len, kv_len)."
         )
     rows, columns = -(-q_len // q_size), -(-k_len // k_size)
-    partial = _dense(mask.kv_num_blocks, mask.kv_indices, columns)
+    partial = _make_dense(mask.kv_num_blocks, mask.kv_indices, columns)
     full = np.zeros_like(partial)
     if mask.full_kv_num_blocks is not None:
-        full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+        full = _make_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
     shape = np.broadcast_shapes(partial.shape, full.shape)
     if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] < rows:
         raise ArgumentError(
@@ -105,8 +103,8 @@ def _listed(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
     return Blocks(partial, full, (q_size, k_size))
 
 
-def _entries(x: torch.Tensor) -> np.ndarray:
-    """Of a table, as they are now; also where a graph is being made, of which they are no part."""
+def _read_entries(x: torch.Tensor) -> np.ndarray:
+    """Returns a table's entries as they are now; also where a graph is being made, of which they are no part."""
     if is_traced(x):
         raise UnsupportedError(
             "block_mask: expected tables whose numbers lie in memory; got those of a graph. Make the BlockMask outside "
@@ -116,9 +114,9 @@ def _entries(x: torch.Tensor) -> np.ndarray:
         return x.detach().cpu().numpy()
 
 
-def _dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
-    """Lists of blocks as bools, of 4 dimensions; blocks past the last key are none."""
-    counts, indices = _entries(counts), _entries(indices)
+def _make_dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
+    """Returns lists of blocks as bools, of 4 dimensions; blocks past the last key are none."""
+    counts, indices = _read_entries(counts), _read_entries(indices)
     within = np.arange(indices.shape[-1]) < counts[..., None]
     dense = np.zeros((*indices.shape[:-1], columns + 1), bool)
     wanted = within & (indices >= 0) & (indices < columns)
@@ -126,8 +124,8 @@ def _dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
     return dense[(None,) * (4 - dense.ndim)][..., :columns]
 
 
-def _looked_up(blocks: np.ndarray, size: tuple[int, int]) -> Expression:
-    """A mask that shows these blocks."""
+def _look_up(blocks: np.ndarray, size: tuple[int, int]) -> Expression:
+    """Returns a mask that shows these blocks."""
     axes = [n != 1 for n in blocks.shape[:2]]
     table = Table(blocks.reshape([n for n in blocks.shape[:2] if n != 1] + list(blocks.shape[2:])), "block_mask")
 
@@ -137,8 +135,8 @@ def _looked_up(blocks: np.ndarray, size: tuple[int, int]) -> Expression:
     return expression(mask, "mask")
 
 
-def _classes(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Of each block whether something in it may be visible, and whether all of it is; as far as intervals tell.
+def _classify(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns of each block whether something in it may be visible, and whether all of it is, as intervals tell.
 
     dims: items and heads that are told apart, each one or all.
     """
@@ -148,7 +146,7 @@ def _classes(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -
     followed = integers([("mask", mask.nodes)], box).followed
     some, every = np.empty(shape, bool), np.empty(shape, bool)
     j = np.arange(shape[3]) * size[1]
-    for b, h, rows in _steps(shape, max(1, _AT_ONCE // shape[3])):
+    for b, h, rows in _iterate(shape, max(1, _AT_ONCE // shape[3])):
         i = np.arange(rows.start, rows.stop)[:, None] * size[0]
         ends = {"i": (i, np.minimum(i + size[0], q_len) - 1), "j": (j, np.minimum(j + size[1], k_len) - 1)}
         ends |= {name: (at, at) for name, at, dim in (("b", b, dims[0]), ("h", h, dims[1])) if dim > 1}
@@ -156,36 +154,36 @@ def _classes(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -
     return some, every
 
 
-def _steps(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, int, slice]]:
-    """Items, heads, and some rows of blocks at a time."""
+def _iterate(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, int, slice]]:
+    """Yields items, heads, and some rows of blocks at a time."""
     for b, h, row in itertools.product(range(shape[0]), range(shape[1]), range(0, shape[2], rows)):
         yield b, h, slice(row, min(row + rows, shape[2]))
 
 
-def block_mask_of(
+def make_block_mask(
     mask_mod: Callable[..., Any], mask: Expression, sizes: Sizes, size: Any, device: Any, separate_full: bool
 ) -> flex.BlockMask:
-    """The BlockMask of a function, which `mask` was traced from."""
-    some, every = _classes(mask, sizes[:2], sizes, size)
-    whole = _whole(sizes, size)
+    """Makes the BlockMask of a function, which `mask` was traced from."""
+    some, every = _classify(mask, sizes[:2], sizes, size)
+    whole = _find_whole(sizes, size)
     for b, h, row, column in np.argwhere(some & ~every).tolist():
         i, j = (slice(n * at, min(n * at + n, end)) for n, at, end in zip(size, (row, column), sizes[2:], strict=True))
-        some[b, h, row, column], every[b, h, row, column] = _told(mask, b, h, i, j)
+        some[b, h, row, column], every[b, h, row, column] = _look_at(mask, b, h, i, j)
     full = every & whole if separate_full else np.zeros_like(every)
-    lists = [_ordered(x, device) for x in ((some & ~full), full)]
+    lists = [_order(x, device) for x in ((some & ~full), full)]
     return flex.BlockMask.from_kv_blocks(
         *lists[0], *(lists[1] if separate_full else ()), BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=sizes[2:]
     )
 
 
-def _whole(sizes: Sizes, size: tuple[int, int]) -> np.ndarray:
-    """Blocks that do not reach past the last query or key."""
+def _find_whole(sizes: Sizes, size: tuple[int, int]) -> np.ndarray:
+    """Returns which blocks do not reach past the last query or key."""
     rows, columns = (np.arange(-(-n // step)) * step + step <= n for n, step in zip(sizes[2:], size, strict=True))
     return rows[:, None] & columns
 
 
-def _told(mask: Expression, b: int, h: int, i: slice, j: slice) -> tuple[bool, bool]:
-    """Whether something in a block is visible, and whether all is: entry by entry, some rows at a time."""
+def _look_at(mask: Expression, b: int, h: int, i: slice, j: slice) -> tuple[bool, bool]:
+    """Returns whether something in a block is visible, and whether all is: entry by entry, some rows at a time."""
     some, every = False, True
     step = max(1, _MOST // (j.stop - j.start))
     for row in range(i.start, i.stop, step):
@@ -199,8 +197,8 @@ def _told(mask: Expression, b: int, h: int, i: slice, j: slice) -> tuple[bool, b
     return some, every
 
 
-def _ordered(blocks: np.ndarray, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks each row has, and which: those first, the others after them."""
+def _order(blocks: np.ndarray, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns how many blocks each row has, and which: those first, the others after them."""
     order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
     counts = blocks.sum(-1, dtype=np.int32)
     return torch.from_numpy(counts).to(device), torch.from_numpy(order).to(device)

@@ -8,17 +8,22 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..errors.advice import of_mask, refuses_others, unknown
-from ..problem.options import Causal
+from .. import ArgumentError, ArgumentTypeError
+from ..adapting import Library, draw_seed
+from ..errors.advice import of_mask
+from ..problem.options import Causal, public, refuse_unknown
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_NAMES = {"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask": "attn_mask", "score": "attn_mask"}
+TORCH = Library(
+    "torch",
+    tested=("2.13", "2.13"),
+    names={"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask": "attn_mask", "score": "attn_mask"},
+)
 _MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
 
 
-@refuses_others
+@public(has_frame=False)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -31,7 +36,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     **theirs: NoReturn,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, with its signature and its meaning, on the CPU.
+    """Attends as torch.nn.functional.scaled_dot_product_attention does, by its signature, on the CPU.
 
     Whatever is asked for, masks that require grad, dropout, other value dims, memory beyond the arguments and what
     is returned does not grow with the square of the length.
@@ -65,39 +70,30 @@ def scaled_dot_product_attention(
     >>> speedlight.torch.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
     torch.Size([2, 8, 5, 4])
     """
-    if theirs:
-        raise unknown(scaled_dot_product_attention, next(iter(theirs)))
-    shape = weights_shape(query, key, value, enable_gqa)
+    refuse_unknown(scaled_dot_product_attention, theirs)
+    shape = broadcast_shape(query, key, value, enable_gqa)
     causal: Causal = "top-left" if is_causal else False
     mask = score = None
     if attn_mask is not None:
         if is_causal:
             raise ArgumentError("is_causal: expected False beside attn_mask; got both. Join them in one mask.")
         if _is_causal_bias(attn_mask):
-            causal = _alignment(attn_mask, shape)
+            causal = _read_alignment(attn_mask, shape)
         else:
-            found = mask_of(attn_mask, query, shape)
+            found = check_mask(attn_mask, query, shape)
             mask, score = (found, None) if found.dtype == torch.bool else (None, found)
-    q, k, v = joined(query, key, value, shape)
-    dropout, seed = (dropout_p, drawn_seed()) if dropout_p else (0.0, None)
-    try:
+    q, k, v = join_batches(query, key, value, shape)
+    dropout, seed = (dropout_p, int(draw_seed())) if dropout_p else (0.0, None)
+    with TORCH.renamed:
         out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
-    except Error as error:
-        rename(error, _NAMES)
-        raise
     usual = len(shape) == 4 and not dropout_p and query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0]
     if usual and not (attn_mask is not None and attn_mask.requires_grad):
         return out  # in query's order, as PyTorch's own kernel has it; where it has none, its formula is contiguous
     return out.reshape(*shape[:-1], value.shape[-1]).contiguous()
 
 
-def drawn_seed() -> Any:
-    """A seed of dropout from PyTorch's default generator."""
-    return int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-
-
-def weights_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """(*batch, q_heads, L, S), what PyTorch's weights would be shaped as; of two dimensions without heads.
+def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """Returns (*batch, q_heads, L, S), the shape of PyTorch's weights; of two dimensions without heads.
 
     Raises for shapes that do not fit.
     """
@@ -140,8 +136,8 @@ def _check_strided(name: str, x: Tensor) -> None:
         )
 
 
-def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of all three as (batch, heads, length, dim), query's heads a multiple of the others'."""
+def join_batches(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns views of all three as (batch, heads, length, dim), query's heads a multiple of the others'."""
     query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     heads = key.shape[-3] if key.dim() > 2 else 1
     if len(shape) == query.dim() == key.dim() == value.dim() == 4 and heads == value.shape[1]:
@@ -151,14 +147,14 @@ def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) ->
     q_heads = shape[-3] if len(shape) > 2 else 1
     shared = math.lcm(heads, value.shape[-3] if value.dim() > 2 else 1)
     return (
-        _batched(query, shape[:-3], q_heads),
-        _batched(key, shape[:-3], shared),
-        _batched(value, shape[:-3], shared),
+        _expand(query, shape[:-3], q_heads),
+        _expand(key, shape[:-3], shared),
+        _expand(value, shape[:-3], shared),
     )
 
 
-def _batched(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
-    """(batch, heads, length, dim), expanded; heads that divide `heads` are repeated, each next to itself."""
+def _expand(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
+    """Returns (batch, heads, length, dim), expanded; heads that divide `heads` are repeated, each next to itself."""
     if x.dim() == 2:
         x = x[None]
     if x.shape[-3] not in (1, heads):
@@ -167,8 +163,8 @@ def _batched(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
     return x if len(batch) == 1 else x.reshape(math.prod(batch), *x.shape[-3:])
 
 
-def mask_of(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A mask as attention() takes them: it broadcasts to (batch, q_heads, L, S). Raises for one that does not fit."""
+def check_mask(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns a mask as attention() takes it: it broadcasts to (batch, q_heads, L, S). Raises unless it fits."""
     if not isinstance(attn_mask, Tensor):
         raise ArgumentTypeError(f"attn_mask: expected {_MASKS}; got {type(attn_mask).__name__}.")
     _check_strided("attn_mask", attn_mask)
@@ -203,8 +199,8 @@ def _is_causal_bias(x: Any) -> bool:
     return isinstance(x, CausalBias)
 
 
-def _alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
-    """attention()'s `causal` for a CausalBias."""
+def _read_alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
+    """Returns attention()'s `causal` for a CausalBias."""
     from torch.nn.attention.bias import CausalVariant
 
     if (bias.seq_len_q, bias.seq_len_kv) != shape[-2:]:
@@ -215,7 +211,7 @@ def _alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
 
 
 def only_pytorch_takes(query: Tensor, dropout_p: float, scale: float | None) -> str | None:
-    """What PyTorch takes and attention() does not, as a report says it; None if there is nothing of the kind."""
+    """Returns what PyTorch takes and attention() does not, as a report says it; None if there is nothing of it."""
     if query.dtype not in _DTYPES:
         return str(query.dtype)
     if scale is not None and not abs(scale) <= 1e30:

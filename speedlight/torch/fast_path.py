@@ -5,6 +5,7 @@ PyTorch takes it where nobody trains, and attends densely in it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 from ..front import compute
 from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
-from .routing import count_left, count_taken, ours
+from .routing import count_left, count_taken, is_ours
 
 FAST_PATH = "_native_multi_head_attention"
 _originals: dict[str, Any] = {}
@@ -23,27 +24,23 @@ _originals: dict[str, Any] = {}
 
 def register(library: torch.library.Library) -> None:
     """Puts these kernels where PyTorch looks for its own."""
-    for place, kernel in (("CPU", _dense), ("NestedTensorCPU", _nested)):
+    for place in ("CPU", "NestedTensorCPU"):
         _originals[place] = torch.library.get_kernel(f"aten::{FAST_PATH}", place)
+        kernel = functools.partial(_kernel, place)
         library.impl(FAST_PATH, kernel, place, with_keyset=True, allow_override=True)
 
 
-def _dense(keys: Any, *given: Any) -> Any:
-    out = _taken(*given) if ours() else None
-    return _originals["CPU"].call_boxed(keys, *given) if out is None else (out, None)
+def _kernel(place: str, keys: Any, *given: Any) -> Any:
+    out = _attend(*given) if is_ours() else None
+    return _originals[place].call_boxed(keys, *given) if out is None else (out, None)
 
 
-def _nested(keys: Any, *given: Any) -> Any:
-    out = _taken(*given) if ours() else None
-    return _originals["NestedTensorCPU"].call_boxed(keys, *given) if out is None else (out, None)
-
-
-def _taken(
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
     proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """The projected output, or None where it is left to PyTorch."""
+    """Returns the projected output, or None where it is left to PyTorch."""
     why = only_pytorch_takes(query, 0.0, None)
     if need_weights:
         why = "need_weights"
@@ -56,12 +53,12 @@ def _taken(
     if why is not None:
         count_left(FAST_PATH, why)
         return None
-    rows, lengths = (query, None) if not query.is_nested else _packed(query)
+    rows, lengths = (query, None) if not query.is_nested else _pack(query)
     with torch.no_grad():
         heads = functional.linear(rows, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))
         q, k, v = heads.unbind(-3)
         if lengths is None:
-            options = Options(layout="blhd", mask=_visible(mask, mask_type))
+            options = Options(layout="blhd", mask=_invert_mask(mask, mask_type))
         else:
             options = Options(layout="lhd", cu_seqlens_q=list(itertools.accumulate(lengths, initial=0)))
         out = compute(q, k, v, options, False)
@@ -70,14 +67,14 @@ def _taken(
     return out if lengths is None else torch.nested.as_nested_tensor(list(out.split(lengths)))
 
 
-def _packed(x: Tensor) -> tuple[Tensor, list[int]]:
-    """The sequences of a nested tensor, one after another, and their lengths."""
+def _pack(x: Tensor) -> tuple[Tensor, list[int]]:
+    """Returns the sequences of a nested tensor, one after another, and their lengths."""
     sequences = x.unbind()
     return torch.cat(sequences), [len(s) for s in sequences]
 
 
-def _visible(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
-    """What attention() calls a mask, of what is True, or not 0, where PyTorch's fast path hides a key."""
+def _invert_mask(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+    """Returns attention()'s mask of one that is True, or not 0, where PyTorch's fast path hides a key."""
     if mask is None:
         return None
     for dim, stride in enumerate(mask.stride()):

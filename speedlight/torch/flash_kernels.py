@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls.backward import attention_backward
-from ..calls.paged import attention_paged
-from ..errors import ArgumentError, UnsupportedError
-from ..expressions.tables import table
-from ..expressions.tracing import Expression, expression
+from .. import ArgumentError, UnsupportedError, attention_backward, attention_paged
+from ..adapting import add_distances, limits, rows_in_use
 from ..front import compute
 from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
-from .routing import count_left, count_taken, ours
+from .routing import count_left, count_taken, is_ours
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 VARLEN = "_flash_attention_forward"
@@ -41,11 +38,11 @@ def register(library: torch.library.Library) -> None:
 
 
 def _flash(keys: Any, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    found = _flash_of_ours(*given, **options) if ours() else None
+    found = _attend(*given, **options) if is_ours() else None
     return _originals[FLASH].call_boxed(keys, *given, **options) if found is None else found
 
 
-def _flash_of_ours(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,7 +52,7 @@ def _flash_of_ours(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Output, its memory in query's order, and log-sum-exps in that of (batch, L, heads), as compilers expect them."""
+    """Returns the output in query's order of memory, log-sum-exps in that of (batch, L, heads), as compilers expect."""
     why = "dropout_p" if dropout_p else only_pytorch_takes(query, dropout_p, scale)
     why = "value's last dim is not query's" if query.shape[-1] != value.shape[-1] else why
     if why is not None:
@@ -64,7 +61,7 @@ def _flash_of_ours(
     with torch.no_grad():
         out = torch.empty_like(query)
         _, lse = compute(query, key, value, Options(**_options(is_causal, attn_mask, scale)), True, out)
-        found = _marked(lse)
+        found = _mark(lse)
     count_taken(FLASH)
     return out, found
 
@@ -74,8 +71,8 @@ def _options(is_causal: bool, attn_mask: Tensor | None, scale: float | None) -> 
     return {"causal": "top-left" if is_causal else False, which: attn_mask, "scale": scale}
 
 
-def _marked(lse: Tensor) -> Tensor:
-    """Log-sum-exps as PyTorch has them, 0 for rows that see nothing, and a mark behind them."""
+def _mark(lse: Tensor) -> Tensor:
+    """Returns log-sum-exps as PyTorch has them, 0 for rows that see nothing, with a mark behind them."""
     batch, heads, length = lse.shape
     memory = lse.new_empty(lse.numel() + 1)
     memory[-1] = _MARK
@@ -92,7 +89,7 @@ def _is_marked(lse: Tensor) -> bool:
 
 
 def _flash_backward(keys: Any, *given: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """By the engine that made the forward, wherever this is called."""
+    """Computes gradients by the engine that made the forward, wherever this is called."""
     lse = given[5]
     if not _is_marked(lse):
         return _originals[f"{FLASH}_backward"].call_boxed(keys, *given, **options)
@@ -108,9 +105,10 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
     max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Packed (T, heads, dim), pages, or (batch, length, heads, dim); log-sum-exps (heads, T) or (batch, heads, length).
+    """Attends: packed (T, heads, dim), pages, or (batch, length, heads, dim).
 
-    Causal and windows are aligned at the last key, as FlashAttention has them. max_q and max_k say nothing new.
+    Log-sum-exps are (heads, T) or (batch, heads, length). Causal and windows are aligned at the last key, as
+    FlashAttention has them. max_q and max_k say nothing new.
     """
     out = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
     lse = _varlen_out(
@@ -126,34 +124,34 @@ def _varlen_out(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same, written to `out`."""
-    if not ours():
+    """Attends as _varlen() does; writes to `out`, and returns log-sum-exps."""
+    if not is_ours():
         raise UnsupportedError(
             f"aten::{VARLEN}: PyTorch has no kernel of it for the CPU; speedlight has one: call under "
             "speedlight.torch.sdpa(), or after speedlight.torch.patch()."
         )
     if dropout_p or return_debug_mask:
         raise UnsupportedError("dropout_p: expected 0, and no debug mask; speedlight's kernel has neither.")
-    said: dict[str, Any] = {
-        "causal": is_causal, "score": alibi_of(alibi_slopes), "scale": scale,
-        "window": window_of(window_size_left, window_size_right),
+    options: dict[str, Any] = {
+        "causal": is_causal, "scale": scale, "window": limits(window_size_left, window_size_right),
+        "score": None if alibi_slopes is None else add_distances(alibi_slopes),
     }  # fmt: skip
     with torch.no_grad():
         if block_table is not None:
             if cum_seq_q is None or seqused_k is None:
                 raise ArgumentError("seqused_k: expected lengths of sequences, and cum_seq_q, beside block_table.")
-            said |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "return_lse": True, "out": out}
-            lse = attention_paged(query, key, value, block_table, seqused_k, **said)[1]
+            options |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "return_lse": True, "out": out}
+            lse = attention_paged(query, key, value, block_table, seqused_k, **options)[1]
         elif cum_seq_q is None:
             if seqused_k is not None:
                 used = seqused_k.tolist()
-                said |= {"k_lengths": used, "q_start": [n - query.shape[1] for n in used]}
-            lse = compute(query, key, value, Options(layout="blhd", **said), True, out)[1]
+                options |= {"k_lengths": used, "q_start": [n - query.shape[1] for n in used]}
+            lse = compute(query, key, value, Options(layout="blhd", **options), True, out)[1]
         else:
             if seqused_k is not None:
-                key, value, cum_seq_k = _used(key, value, cum_seq_k, seqused_k)
-            said |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
-            lse = compute(query, key, value, Options(layout="lhd", **said), True, out)[1]
+                key, value, cum_seq_k = _pack_used(key, value, cum_seq_k, seqused_k)
+            options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+            lse = compute(query, key, value, Options(layout="lhd", **options), True, out)[1]
     count_taken(VARLEN)
     return lse
 
@@ -164,41 +162,25 @@ def _varlen_backward(
     rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """PyTorch has none for the CPU: whoever has the forward's results has them from here."""
-    said = {"causal": is_causal, "scale": scale, "window": window_of(window_size_left, window_size_right)}
+    """Computes gradients of _varlen(); PyTorch has no kernel for the CPU, so the forward's results are from here."""
+    options = {"causal": is_causal, "scale": scale, "window": limits(window_size_left, window_size_right)}
     if cum_seq_q is None:
-        said |= {"layout": "blhd"}
+        options |= {"layout": "blhd"}
     else:
-        said |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+        options |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
     with torch.no_grad():
-        return attention_backward(query, key, value, out, logsumexp, grad_out, **said)
+        return attention_backward(query, key, value, out, logsumexp, grad_out, **options)
 
 
-def window_of(left: int | None, right: int | None) -> tuple[int | None, int | None] | None:
-    """attention()'s window of FlashAttention's, in which a negative number is no limit."""
-    sides = [None if n is None or n < 0 else n for n in (left, right)]
-    return None if sides == [None, None] else (sides[0], sides[1])
-
-
-def alibi_of(slopes: Tensor | None) -> Expression | None:
-    """FlashAttention's: the distance counts, not its sign; slopes by head, or by item and head."""
-    if slopes is None:
-        return None
-    of = table(slopes, "alibi_slopes")
-    if of.array.ndim == 2:
-        return expression(lambda s, b, h, i, j: s - of[b, h] * abs(i - j), "score")
-    return expression(lambda s, b, h, i, j: s - of[h] * abs(i - j), "score")
-
-
-def _used(key: Tensor, value: Tensor, cum_seq_k: Tensor | None, seqused_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values that exist, packed without what is between them: copies."""
+def _pack_used(
+    key: Tensor, value: Tensor, cum_seq_k: Tensor | None, seqused_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packs copies of the keys and values that exist, and returns their offsets, too."""
     if cum_seq_k is None:
         raise ArgumentError("cum_seq_k: expected offsets of the sequences in key beside seqused_k; got None.")
     starts, used = cum_seq_k.tolist(), seqused_k.tolist()
     room = [b - a for a, b in itertools.pairwise(starts)]
     if len(used) != len(room) or any([not 0 <= n <= most for n, most in zip(used, room, strict=True)]):
         raise ArgumentError(f"seqused_k: expected a length of at most {room} for each sequence; got {used}.")
-    pieces = [torch.arange(a, a + n) for a, n in zip(starts, used, strict=False)]
-    rows = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
-    cumulated = torch.tensor([0, *used]).cumsum(0)
-    return key[rows], value[rows], cumulated
+    rows = rows_in_use(starts, used)
+    return key[rows], value[rows], torch.tensor([0, *used]).cumsum(0)

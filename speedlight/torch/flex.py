@@ -7,19 +7,28 @@ from typing import Any, Literal, overload
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, pass_on, rename, shown
-from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, expression, expression_of
+from .. import (
+    ArgumentError,
+    ArgumentTypeError,
+    Error,
+    Expression,
+    MaskFunction,
+    ScoreFunction,
+    UnsupportedError,
+    expression,
+)
+from ..adapting import Renamed, check_flag, pass_on, shown
+from ..expressions.tracing import expression_of
 from ..expressions.tree import Node
-from ..host.graph_breaks import leaves_graph
-from ..problem.checks import check_flag
+from ..problem.options import public
 from .attending import attention
-from .blocks import block_mask_of, mask_of
+from .blocks import make_block_mask, read_mask
 
-# what only says how PyTorch's kernels go about it
+# options of PyTorch's kernels, which change no result
 _TUNING = {"num_warps", "num_stages", "kpack", "matrix_instr_nonkdim", "waves_per_eu"} | {
     x for x in flex.FlexKernelOptions.__annotations__ if x.isupper()
 }
-_NAMES = {"q": "query", "k": "key", "v": "value"}
+_NAMES = Renamed({"q": "query", "k": "key", "v": "value"})
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
@@ -41,7 +50,7 @@ def flex_attention(
     block_mask: flex.BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
     return_lse: bool = False, kernel_options: dict[str, Any] | None = None, *, return_aux: flex.AuxRequest,
 ) -> tuple[torch.Tensor, flex.AuxOutput]: ...  # fmt: skip
-@leaves_graph
+@public()
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -55,7 +64,7 @@ def flex_attention(
     *,
     return_aux: flex.AuxRequest | None = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention, with the same arguments and the same meaning.
+    """Attends as torch.nn.attention.flex_attention.flex_attention does, by its signature.
 
     Gradients flow to query, key and value, and to float tensors that score_mod looks up, on the CPU too. Nothing is
     compiled by PyTorch, and no matrix of scores is made.
@@ -95,27 +104,24 @@ def flex_attention(
         way = " Use create_block_mask(function, B, H, Q_LEN, KV_LEN)." if callable(block_mask) else ""
         raise ArgumentTypeError(f"block_mask: expected a BlockMask or None; got {shown(block_mask)}.{way}")
     batch, q_heads, q_len, k_len = _check_tensors(query, key, value, enable_gqa, block_mask)
-    mask = None if block_mask is None else mask_of(block_mask, (batch, q_heads, q_len, k_len))
-    score = None if score_mod is None else _traced("score_mod", score_mod, "score")
+    mask = None if block_mask is None else read_mask(block_mask, (batch, q_heads, q_len, k_len))
+    score = None if score_mod is None else _trace("score_mod", score_mod, "score")
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    causal, mask = (False, None) if mask is None else _apart(mask)
+    causal, mask = (False, None) if mask is None else _split_causal(mask)
     options: dict[str, Any] = {"causal": causal, "mask": mask, "score": score, "q_start": 0, "scale": scale}
-    try:
+    with _NAMES:
         found = attention(query, key, value, return_lse=wants_lse, **options)
-    except Error as error:
-        rename(error, _NAMES)
-        raise
     if return_aux is None:
         return found
     out, lse = found if wants_lse else (found, None)
     return out, flex.AuxOutput(lse=lse)
 
 
-def _apart(mask: Expression) -> tuple[bool, Expression | None]:
-    """Whether a mask says kv_idx <= q_idx beside other things, and those: kernels have causal of their own, which costs
-    a tenth less.
+def _split_causal(mask: Expression) -> tuple[bool, Expression | None]:
+    """Returns whether a mask says kv_idx <= q_idx, and what else it says: causal of the kernels' own costs a tenth
+    less.
     """
     others, left, causal = None, [mask.root], False
     while left:
@@ -132,8 +138,8 @@ def _apart(mask: Expression) -> tuple[bool, Expression | None]:
     return True, None if others is None else expression_of("mask", others)
 
 
-def _traced(name: str, function: Any, role: str) -> Expression:
-    """A function, whose errors say what PyTorch calls it."""
+def _trace(name: str, function: Any, role: str) -> Expression:
+    """Traces a function; errors say what PyTorch calls it."""
     try:
         return expression(function, role)
     except Error as error:
@@ -143,7 +149,7 @@ def _traced(name: str, function: Any, role: str) -> Expression:
 
 
 def _check_options(options: Any) -> None:
-    """PyTorch's kernel options, of which none changes a result."""
+    """Raises unless these are PyTorch's kernel options, of which none changes a result."""
     if options is not None and not isinstance(options, dict):
         raise ArgumentTypeError(f"kernel_options: expected a dict or None; got {shown(options)}.")
     for name in options or ():
@@ -171,7 +177,7 @@ def _check_aux(return_lse: Any, aux: Any) -> None:
 
 
 def _check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any, block_mask: Any) -> tuple[int, int, int, int]:
-    """Heads and batch, as PyTorch has them; all else attention() checks."""
+    """Returns batch, q_heads, q_len and k_len. Raises for what attention() would take and PyTorch does not."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise ArgumentTypeError(f"{name}: expected a tensor; got {shown(x)}.")
@@ -189,8 +195,8 @@ def _check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any, block_mask
     return batch, q_heads, q_len, k_len
 
 
-def _device(device: Any) -> Any:
-    """Where block tables lie."""
+def _read_device(device: Any) -> Any:
+    """Returns where block tables lie."""
     if device is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     try:
@@ -202,7 +208,7 @@ def _device(device: Any) -> Any:
         ) from None
 
 
-@leaves_graph
+@public()
 def create_block_mask(
     mask_mod: MaskFunction,
     B: int | None,
@@ -216,7 +222,7 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> flex.BlockMask:
-    """torch.nn.attention.flex_attention.create_block_mask, with the same arguments, without a Q_LEN x KV_LEN tensor.
+    """Makes what torch.nn.attention.flex_attention.create_block_mask does, without a Q_LEN x KV_LEN tensor.
 
     What a block shows is told from the ends of its positions; only a block of which they do not tell is looked at
     entry by entry.
@@ -258,9 +264,9 @@ def create_block_mask(
         ("dq_kv_order", dq_kv_order),
     ):
         check_flag(name, x)
-    function = _traced("mask_mod", mask_mod, "mask")
-    at = _device(device)
-    mask = block_mask_of(mask_mod, function, (B or 1, H or 1, Q_LEN, KV_LEN), block, at, separate_full_blocks)
+    function = _trace("mask_mod", mask_mod, "mask")
+    at = _read_device(device)
+    mask = make_block_mask(mask_mod, function, (B or 1, H or 1, Q_LEN, KV_LEN), block, at, separate_full_blocks)
     if compute_dq_write_order:
         order = flex._compute_dq_write_order_from_block_mask(mask, dq_kv_order=dq_kv_order)
         mask.dq_write_order, mask.dq_write_order_full = order

@@ -10,25 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import (
+    ArgumentError,
+    ArgumentTypeError,
+    Expression,
+    KVCache,
+    Table,
+    UnsupportedError,
+    expression,
+    padding,
+    window,
+)
+from ..adapting import check_flag, draw_seed, number, shown
 from ..calls.rotary import turned
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
-from ..errors.advice import explained
-from ..expressions.patterns import padding, window
-from ..expressions.tables import Table
-from ..expressions.tracing import Expression, expression
-from ..kv.cache import KVCache
-from ..problem.checks import check_flag, dropout_of, number, scale_of, size, window_size
+from ..problem.checks import dropout_of, scale_of, size, window_size
+from ..problem.options import public
 from ..problem.rotary_angles import Options as RotaryOptions
 from ..problem.rotary_angles import rotation_of
 from .attending import attention
 
-_SEEDS = 1 << 62  # that are drawn of PyTorch's generator
 _BASE = "the base of rotary positions, as 10000.0"
 _window = functools.lru_cache(maxsize=64)(window)
 
 
-def _joined(limit: Expression | None, attention_mask: Any, mask: Any) -> Any:
-    """All that hides keys, but for causality."""
+def _join_masks(limit: Expression | None, attention_mask: Any, mask: Any) -> Any:
+    """Joins all that hides keys, but for causality."""
     parts: list[Any] = [] if limit is None else [limit]
     if attention_mask is not None:
         parts.append(attention_mask if isinstance(attention_mask, Expression) else padding(attention_mask))
@@ -42,8 +48,8 @@ def _joined(limit: Expression | None, attention_mask: Any, mask: Any) -> Any:
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def _joined_in_graph(_: None, attention_mask: Any, mask: Any) -> Any:
-    """The same of tensors whose numbers nobody has looked at yet."""
+def _join_in_graph(_: None, attention_mask: Any, mask: Any) -> Any:
+    """Joins masks in a graph, of tensors whose numbers nobody has looked at yet."""
     if attention_mask is None:
         return mask
     if mask is not None:
@@ -57,7 +63,7 @@ def _joined_in_graph(_: None, attention_mask: Any, mask: Any) -> Any:
 
 
 def _check_score(score: Any) -> None:
-    """What attention() could take; functions are traced, to learn of what is wrong with them before they are used."""
+    """Raises unless attention() could take it; functions are traced, so that their errors come before they are used."""
     for x in score if isinstance(score, (list, tuple)) else [] if score is None else [score]:
         if callable(x) or isinstance(x, Expression):
             expression(x, "score")
@@ -67,8 +73,8 @@ def _check_score(score: Any) -> None:
             )
 
 
-def _made(device: Any, dtype: Any) -> dict[str, Any]:
-    """How parameters are made."""
+def _check_factory(device: Any, dtype: Any) -> dict[str, Any]:
+    """Returns device and dtype of parameters. Raises unless they are PyTorch's."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(f"dtype: expected a floating dtype of PyTorch's, or None; got {shown(dtype)}.")
     try:
@@ -79,7 +85,7 @@ def _made(device: Any, dtype: Any) -> dict[str, Any]:
         ) from None
 
 
-def _pair(rotation: Any) -> Any:
+def _check_pair(rotation: Any) -> Any:
     if not isinstance(rotation, (tuple, list)) or len(rotation) != 2:
         got = f"{len(rotation)} of them" if isinstance(rotation, (tuple, list)) else type(rotation).__name__
         raise ArgumentTypeError(f"rotation: expected a pair (cos, sin) of tensors; got {got}.")
@@ -123,7 +129,7 @@ class Attention(nn.Module):
     torch.Size([1, 5, 32])
     """
 
-    @explained
+    @public(leaves_graph=False)
     def __init__(
         self,
         dim: int,
@@ -174,14 +180,14 @@ class Attention(nn.Module):
         _check_score(score)
         self.scale = None if scale is None else scale_of(scale, self.head_dim)
         self.dropout = dropout_of(dropout)
-        made = _made(device, dtype)
+        made = _check_factory(device, dtype)
         self.q_proj = nn.Linear(self.dim, self.heads * self.head_dim, bias, **made)
         self.k_proj = nn.Linear(self.context_dim, self.kv_heads * self.head_dim, bias, **made)
         self.v_proj = nn.Linear(self.context_dim, self.kv_heads * self.head_dim, bias, **made)
         self.o_proj = nn.Linear(self.heads * self.head_dim, self.dim, out_bias, **made)
         self.sinks = nn.Parameter(torch.zeros(self.heads, **made)) if sinks else None
 
-    @explained
+    @public(leaves_graph=False)
     def forward(
         self,
         x: torch.Tensor,
@@ -193,7 +199,7 @@ class Attention(nn.Module):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
-        """What every token of x takes from the tokens that it sees.
+        """Returns what every token of x takes from the tokens that it sees.
 
         Args:
             x: (batch, length, dim).
@@ -217,8 +223,8 @@ class Attention(nn.Module):
             for proj, of in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
         )
         if self.rotary is not None or rotation is not None:
-            cos, sin = (None, None) if rotation is None else _pair(rotation)
-            at = self._first(cache, x.shape[1]) if positions is None and rotation is None else positions
+            cos, sin = (None, None) if rotation is None else _check_pair(rotation)
+            at = self._find_positions(cache, x.shape[1]) if positions is None and rotation is None else positions
             base = self.rotary if rotation is None else None
             options = RotaryOptions(cos, sin, at, base, self.interleaved, self.rotary_dims, "blhd")
             turn = rotation_of(q, options)
@@ -229,15 +235,15 @@ class Attention(nn.Module):
             limit = None if self.window is None else _window(self.window - 1)
             options = {
                 "scale": self.scale,
-                "mask": _joined(limit, attention_mask, mask),
+                "mask": _join_masks(limit, attention_mask, mask),
                 "score": self.score,
                 "sink_logits": sinks,
             }
             out = cache.attend(self.layer, q, k, v, **options).transpose(1, 2)
         else:
             dropout = self.dropout if self.training else 0.0
-            seed: Any = torch.randint(_SEEDS, ()) if dropout else None
-            join = _joined_in_graph if torch.compiler.is_compiling() else _joined
+            seed = draw_seed() if dropout else None
+            join = _join_in_graph if torch.compiler.is_compiling() else _join_masks
             seen = join(None, attention_mask, mask)
             out = attention(
                 q, k, v, causal=self.causal, window=None if self.window is None else (self.window - 1, None),
@@ -247,7 +253,7 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def _check(self, x: Any, context: Any, cache: Any, positions: Any, rotation: Any) -> None:
-        """Shapes, and that options go together."""
+        """Raises unless shapes fit and options go together."""
         for name, y, dim in (("x", x, self.dim), ("context", context, self.context_dim)):
             if y is None and name == "context":
                 continue
@@ -289,8 +295,8 @@ class Attention(nn.Module):
                 "the layer under torch.no_grad() or torch.inference_mode()."
             )
 
-    def _first(self, cache: KVCache | None, length: int) -> Any:
-        """Positions of the new tokens: those that follow what the cache has."""
+    def _find_positions(self, cache: KVCache | None, length: int) -> Any:
+        """Returns positions of the new tokens: those that follow what the cache has."""
         if cache is None:
             return 0
         lengths = cache.lengths(self.layer)
@@ -333,7 +339,7 @@ class Attention(nn.Module):
         return self
 
     def multihead_state(self) -> dict[str, torch.Tensor]:
-        """The weights as an nn.MultiheadAttention(dim, heads, bias, kdim=context_dim, vdim=context_dim) has them."""
+        """Returns the weights of an nn.MultiheadAttention(dim, heads, bias, kdim=context_dim, vdim=context_dim)."""
         own, names = self.state_dict(), ("q_proj", "k_proj", "v_proj")
         if self.kv_heads != self.heads or self.heads * self.head_dim != self.dim or self.sinks is not None:
             raise ArgumentError("kv_heads, head_dim, sinks: expected what nn.MultiheadAttention has; got others.")
@@ -349,7 +355,7 @@ class Attention(nn.Module):
         return state | {"out_proj.weight": own["o_proj.weight"]}
 
     def extra_repr(self) -> str:
-        """What the projections do not show."""
+        """Returns what the projections do not show."""
         given = {
             "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "causal": self.causal,
             "window": self.window, "rotary": self.rotary, "dropout": self.dropout, "layer": self.layer,

@@ -16,11 +16,22 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
-from ..errors import ArgumentError
-from ..problem.checks import check_flag
+from .. import ArgumentError
+from ..adapting import check_flag
 from . import fast_path, flash_kernels
 from .dot_product import only_pytorch_takes, scaled_dot_product_attention
-from .routing import SDPA, Report, asked, count_left, count_taken, counted, ours, patched, subclass_among, traced
+from .routing import (
+    SDPA,
+    Report,
+    ask,
+    count_left,
+    count_patches,
+    count_taken,
+    find_subclass,
+    is_ours,
+    is_traced,
+    read_counts,
+)
 
 _WEIGHTS = "multi_head_attention_forward"
 _NEED_WEIGHTS = list(inspect.signature(functional.multi_head_attention_forward).parameters).index("need_weights")
@@ -30,7 +41,7 @@ _originals: dict[str, Any] = {}
 
 
 def sdpa(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside, this thread's attention of PyTorch's is computed by speedlight, whatever model calls it.
+    """Computes this thread's attention of PyTorch's by speedlight while inside, whatever model calls it.
 
     Taken are F.scaled_dot_product_attention on the CPU with all its options (so nn.MultiheadAttention,
     nn.Transformer and other people's models, in training and out of it), the fast path of nn.MultiheadAttention and
@@ -51,18 +62,18 @@ def sdpa(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """
     if type(enabled) is not bool:
         raise ArgumentError(f"enabled: expected True or False; got {enabled!r}.")
-    return _asking(enabled)
+    return _enter(enabled)
 
 
 @contextlib.contextmanager
-def _asking(enabled: bool) -> Iterator[None]:
+def _enter(enabled: bool) -> Iterator[None]:
     _register()
-    with asked(enabled):
+    with ask(enabled):
         yield
 
 
 def patch() -> None:
-    """sdpa() for every thread of the process, until unpatch(); where both are called twice, the outer ones count.
+    """Enters sdpa() for every thread of the process, until unpatch(); of nested calls the outer ones count.
 
     Graphs that torch.compile made before are made anew.
 
@@ -73,7 +84,7 @@ def patch() -> None:
     >>> speedlight.torch.unpatch()
     """
     _register()
-    if patched(1) == 1:
+    if count_patches(1) == 1:
         _forget_graphs()
 
 
@@ -87,7 +98,7 @@ def unpatch() -> None:
     >>> speedlight.torch.patch()
     >>> speedlight.torch.unpatch()
     """
-    left = patched(-1)
+    left = count_patches(-1)
     if left is None:
         raise ArgumentError("unpatch(): expected a patch() before it; there is none that stands.")
     if left == 0:
@@ -95,7 +106,7 @@ def unpatch() -> None:
 
 
 def report(reset: bool = False) -> Report:
-    """What sdpa() and patch() took so far, in the whole process, and what they left to PyTorch and why.
+    """Returns what sdpa() and patch() took so far, in the whole process, and what they left to PyTorch and why.
 
     Args:
         reset: begin anew after it.
@@ -105,7 +116,7 @@ def report(reset: bool = False) -> Report:
     {}
     """
     check_flag("reset", reset)
-    return counted(reset)
+    return read_counts(reset)
 
 
 def _forget_graphs() -> None:
@@ -124,9 +135,9 @@ def _register() -> None:
         if _libraries:
             return
         library = torch.library.Library("aten", "IMPL")
-        for place, kernel in (("AutogradCPU", _differentiable), ("CPU", _plain)):
+        for place in ("AutogradCPU", "CPU"):  # with autograd, also under no_grad(); under inference_mode()
             _originals[place] = torch.library.get_kernel(f"aten::{SDPA}", place)
-            library.impl(SDPA, kernel, place, with_keyset=True)
+            library.impl(SDPA, functools.partial(_kernel, place), place, with_keyset=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             flash_kernels.register(library)
@@ -136,28 +147,19 @@ def _register() -> None:
         _libraries.append(library)
 
 
-def _differentiable(keys: Any, *given: Any, **options: Any) -> Tensor:
-    """Of tensors that autograd may follow; also under torch.no_grad()."""
-    out = _taken(*given, **options) if ours() else None
-    return _left(keys, "AutogradCPU", given, options) if out is None else out
-
-
-def _plain(keys: Any, *given: Any, **options: Any) -> Tensor:
-    """Under torch.inference_mode()."""
-    out = _taken(*given, **options) if ours() else None
-    return _left(keys, "CPU", given, options) if out is None else out
-
-
-def _left(keys: Any, place: str, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """PyTorch's own, with its own flash kernel, if we were asked."""
+def _kernel(place: str, keys: Any, *given: Any, **options: Any) -> Tensor:
+    """Computes here, or by PyTorch's own of that place, with its own flash kernel if we were asked."""
+    out = _attend(*given, **options) if is_ours() else None
+    if out is not None:
+        return out
     original = _originals[place]
-    if not ours():
+    if not is_ours():
         return original.call_boxed(keys, *given, **options)
-    with asked(False):
+    with ask(False):
         return original.call_boxed(keys, *given, **options)
 
 
-def _taken(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -180,10 +182,10 @@ def _taken(
             why = "a head dim of 0"
         elif peek_interpreter_stack() is not None:  # whose layers are above this one
             why = "inside torch.func"
-        elif dropout_p and traced(query):
+        elif dropout_p and is_traced(query):
             why = "dropout_p in a graph that is being compiled"
         else:
-            name = subclass_among(query, key, value, attn_mask)
+            name = find_subclass(query, key, value, attn_mask)
             why = None if name is None else f"a tensor of class {name}"
     if why is not None:
         count_left(SDPA, why)
@@ -191,7 +193,7 @@ def _taken(
     out = scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if not traced(query):
+    if not is_traced(query):
         count_taken(SDPA)
     elif type(query).__name__ == "FakeTensor":  # once for each call in a graph
         count_taken(f"{SDPA}, compiled into a graph")
@@ -202,7 +204,7 @@ def _taken(
 def _multi_head_attention_forward(*given: Any, **options: Any) -> Any:
     """Counts what attends without scaled_dot_product_attention, because its weights are asked for."""
     asked_for = given[_NEED_WEIGHTS] if len(given) > _NEED_WEIGHTS else options.get("need_weights", True)
-    if asked_for and not torch.compiler.is_compiling() and ours():
+    if asked_for and not torch.compiler.is_compiling() and is_ours():
         count_left(_WEIGHTS, "need_weights")
     return _originals[_WEIGHTS](*given, **options)
 

@@ -1,4 +1,4 @@
-"""Whose attention a thread of PyTorch's computes with, and what was taken and what was left to PyTorch."""
+"""Routing of PyTorch's attention: to speedlight or not, by thread; counts of what was taken and what was left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SDPA = "scaled_dot_product_attention"
 
 
 class Report(NamedTuple):
-    """What was computed by speedlight and what was left to PyTorch, and why; in every thread.
+    """Counts of calls that speedlight computed, and of those left to PyTorch with the reason; in every thread.
 
     A call counts once, where it is first seen. Calls outside sdpa() and patch() count nowhere.
     """
@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
 
 class _Counts:
-    """Of the whole process. A signal may come while a number is being raised: the lock is its thread's own."""
+    """Counts of the whole process. A signal may come while a number is being raised: the lock is reentrant."""
 
     def __init__(self) -> None:
         self.taken: dict[str, int] = {}
@@ -65,15 +65,15 @@ _thread = _Thread()
 _patches: list[None] = []  # one for each patch() that stands
 
 
-def ours() -> bool:
-    """Whether this thread's calls of PyTorch's attention go to speedlight now."""
+def is_ours() -> bool:
+    """Returns whether this thread's calls of PyTorch's attention go to speedlight now."""
     asked = _thread.asked
     return asked[-1][1] if asked else bool(_patches)
 
 
 @contextlib.contextmanager
-def asked(which: bool) -> Iterator[None]:
-    """In this thread, calls go to speedlight (True), or to PyTorch (False)."""
+def ask(which: bool) -> Iterator[None]:
+    """Sends this thread's calls to speedlight (True), or to PyTorch (False)."""
     stack, token = _thread.asked, object()
     try:
         stack.append((token, which))
@@ -82,7 +82,7 @@ def asked(which: bool) -> Iterator[None]:
         stack[:] = [x for x in stack if x[0] is not token]
 
 
-def patched(number: int) -> int | None:
+def count_patches(number: int) -> int | None:
     """Adds a patch() (1) or takes one away (-1): how many stand then, None if there was none to take away."""
     with _counts.lock:
         if number > 0:
@@ -104,7 +104,7 @@ def count_left(name: str, why: str) -> None:
         _counts.left[name, why] = _counts.left.get((name, why), 0) + 1
 
 
-def counted(reset: bool) -> Report:
+def read_counts(reset: bool) -> Report:
     with _counts.lock:
         found = Report(dict(_counts.taken), dict(_counts.left))
         if reset:
@@ -113,14 +113,14 @@ def counted(reset: bool) -> Report:
     return found
 
 
-def subclass_among(*tensors: Any) -> str | None:
-    """The name of a tensor class that computes in its own way, but for those that PyTorch's compiler traces with."""
+def find_subclass(*tensors: Any) -> str | None:
+    """Returns the name of a tensor class that computes in its own way, but for those that compilers trace with."""
     for x in tensors:
         if x is not None and type(x).__torch_dispatch__ is not _ORDINARY and type(x).__name__ not in _TRACED:
             return type(x).__name__
     return None
 
 
-def traced(x: torch.Tensor) -> bool:
-    """Whether a compiler is looking: then nothing is computed, and calls are seen more than once."""
+def is_traced(x: torch.Tensor) -> bool:
+    """Returns whether a compiler is looking: then nothing is computed, and calls are seen more than once."""
     return type(x).__name__ in _TRACED

@@ -16,20 +16,18 @@ if TYPE_CHECKING:
     from .masks import MaskSpec, attention_mask
     from .registering import register, unregister
 
-_HOMES = {
-    "Cache": "caches",
-    "MaskSpec": "masks",
-    "attention_forward": "attending",
-    "attention_mask": "masks",
-    "register": "registering",
-    "unregister": "registering",
-}
+_NAMES = {
+    "caches": "Cache",
+    "masks": "MaskSpec attention_mask",
+    "attending": "attention_forward",
+    "registering": "register unregister",
+}  # of each module
 
 __all__ = ["Cache", "MaskSpec", "attention_forward", "attention_mask", "register", "unregister"]
 
 
 if not TYPE_CHECKING:
-    __getattr__ = importer(globals(), _HOMES)
+    __getattr__ = importer(globals(), _NAMES)
 
 
 def __dir__() -> list[str]:

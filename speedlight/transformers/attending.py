@@ -1,4 +1,4 @@
-"""attention_forward(): what transformers calls for each layer, in attention()'s terms."""
+"""attention_forward(), which transformers calls for each layer, in attention()'s terms."""
 
 from __future__ import annotations
 
@@ -10,25 +10,17 @@ import transformers.masking_utils as masking_utils
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.output_capturing import _active_collector
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
-from ..expressions.patterns import documents
-from ..expressions.patterns import softcap as softcap_pattern
+from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
+from .. import softcap as softcap_pattern
+from ..adapting import Renamed, draw_seed, shown
 from ..torch.attending import attention
-from ..torch.dot_product import drawn_seed
 from .caches import Kept
 from .masks import MaskSpec
+from .registering import TRANSFORMERS
 
-# What models hand on to every layer and attention has no use for. sliding_window: the mask says it, too.
-_HARMLESS = frozenset((
-    "position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "deterministic", "seq_idx",
-    "max_length_q", "max_length_k", "read_index", "write_index", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "logits_to_keep", "logits_indices", "logits_processor_args", "position_embeddings",
-    "debug_io", "debug_io_dir", "prune_layers",
-))  # fmt: skip
-_READ = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
-_EAGER = "Use model.set_attn_implementation('eager'), which keeps weights."
-harmless: frozenset[str] = _HARMLESS | _READ  # and what register(harmless=…) names
-_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attention_mask", "sink_logits": "s_aux", "scale": "scaling"}
+# options that models hand on and that change nothing, those that are looked at, and what register(harmless=…) names
+harmless: frozenset[str] = frozenset((*TRANSFORMERS.ignored, "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
+_BIASED = Renamed({**TRANSFORMERS.names, "score": "position_bias"})
 _softcap = functools.lru_cache(64)(softcap_pattern)
 
 
@@ -49,7 +41,7 @@ def attention_forward(
     cache: Any = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A layer's attention, as transformers calls it under `attn_implementation="speedlight"`.
+    """Attends for a layer, as transformers calls it under `attn_implementation="speedlight"`.
 
     Args:
         module: the layer. Its `is_causal` counts where there is no mask and more than one query, as in PyTorch's:
@@ -87,47 +79,44 @@ def attention_forward(
     if more and not harmless.issuperset(more):
         _check_unknown(module, more)
     if cache is not None:
-        key, value = _paged(module, key, value, cache, more)
+        key, value = _append_paged(module, key, value, cache, more)
     if attention_mask is None:
         _check_masked(module)
     elif type(attention_mask) is MaskSpec:
         _check_fits(attention_mask, query, key)
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
-        options["score"] = _score(softcap, position_bias)
+        options["score"] = _make_score(softcap, position_bias)
     if s_aux is not None:
         options["sink_logits"] = s_aux if torch.is_grad_enabled() else s_aux.detach()
     if dropout:
-        options |= {"dropout": dropout, "seed": drawn_seed()}
+        options |= {"dropout": dropout, "seed": int(draw_seed())}
     if type(key) is Kept and type(value) is Kept:
-        out = key.layer.attended(query, key, attention_mask, options)
+        out = key.layer.attend_kept(query, key, attention_mask, options)
         if out is not None:
             return out, None
         key, value = key.stored(), value.stored()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    hidden = _masked(query, key, attention_mask, causal, more.get("position_ids"))
+    hidden = _read_mask(query, key, attention_mask, causal, more.get("position_ids"))
     if "score" in options and "score" in hidden:
         hidden = {"score": [options["score"], hidden["score"]]}
     options |= hidden
     offsets = options.get("cu_seqlens_q", more.get("cu_seq_lens_q"))
     if offsets is not None and not isinstance(attention_mask, torch.Tensor):
-        return _packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
+        return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    try:
+    with TRANSFORMERS.renamed if position_bias is None else _BIASED:
         return attention(q, k, v, layout="blhd", **options).contiguous(), None
-    except Error as error:
-        added = "attention_mask" if position_bias is None else "position_bias"
-        rename(error, _NAMES | {"score": added})
-        raise
 
 
 def _check_weights(more: dict[str, Any]) -> None:
-    """Weights are never made."""
+    """Raises where weights are asked for: they are never made."""
     asked = _active_collector.get()
     if more.get("output_attentions") or (asked and any(["attentions" in name for name in asked])):
-        raise UnsupportedError(f"output_attentions: expected False; speedlight makes no matrix of weights. {_EAGER}")
+        way = TRANSFORMERS.refused["output_attentions"]
+        raise UnsupportedError(f"output_attentions: expected False; speedlight makes no matrix of weights. {way}")
 
 
 def _check_unknown(module: Any, more: dict[str, Any]) -> None:
@@ -141,8 +130,8 @@ def _check_unknown(module: Any, more: dict[str, Any]) -> None:
 
 
 def _check_masked(module: Any) -> None:
-    """No mask comes from models that make none, and from names under which only the function was registered:
-    transformers then drops padding without a word.
+    """Raises where transformers would drop padding without a word: under names that only the function was registered
+    for. Models that make no masks give none, either.
     """
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name is not None and name not in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
@@ -153,14 +142,14 @@ def _check_masked(module: Any) -> None:
         )
 
 
-def _paged(module: Any, key: Any, value: Any, cache: Any, more: dict[str, Any]) -> tuple[Any, Any]:
+def _append_paged(module: Any, key: Any, value: Any, cache: Any, more: dict[str, Any]) -> tuple[Any, Any]:
     if not isinstance(cache, PagedAttentionCache):
         raise ArgumentTypeError(f"cache: expected a PagedAttentionCache; got {type(cache).__name__}.")
     paged: Any = cache
     return paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=more)
 
 
-def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
+def _make_score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
     if softcap is None:
         return position_bias
     if position_bias is not None:
@@ -168,14 +157,14 @@ def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
     return _softcap(float(softcap))
 
 
-def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, places: Any) -> dict[str, Any]:
-    """Options of attention() that say what is hidden."""
+def _read_mask(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, places: Any) -> dict[str, Any]:
+    """Returns options of attention() that say what is hidden."""
     if type(mask) is MaskSpec:
         return mask.options()
     if mask is None:
         if not (is_causal and query.shape[2] > 1):
             return {}
-        packed = _documents(query, key, places)
+        packed = _find_documents(query, key, places)
         return {"causal": "top-left"} | ({} if packed is None else {"mask": packed})
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         raise ArgumentTypeError(
@@ -196,8 +185,8 @@ def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, 
     return {"mask" if mask.dtype == torch.bool else "score": mask}
 
 
-def _documents(query: torch.Tensor, key: torch.Tensor, places: Any) -> Any:
-    """Packed sequences that position_ids alone tell, where they begin anew: DeepSpeed's Ulysses drops every mask."""
+def _find_documents(query: torch.Tensor, key: torch.Tensor, places: Any) -> Any:
+    """Returns a mask of packed sequences that position_ids alone tell: DeepSpeed's Ulysses drops every mask."""
     length = query.shape[2]
     if not isinstance(places, torch.Tensor) or places.ndim != 2 or places.shape[1] != length or key.shape[2] != length:
         return None
@@ -215,10 +204,10 @@ def _check_fits(mask: MaskSpec, query: torch.Tensor, key: torch.Tensor) -> None:
         raise ArgumentError(f"query: expected {mask.q_len} queries, for which the mask was made; got {query.shape[2]}.")
 
 
-def _packed(
+def _attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
 ) -> torch.Tensor:
-    """Sequences one after the other in a batch of one."""
+    """Attends in sequences that lie one after the other in a batch of one."""
     if query.shape[0] != 1:
         raise ArgumentError(f"cu_seq_lens_q: expected a batch of one, whose tokens they cut; got {query.shape[0]}.")
     if "mask" in options or "k_lengths" in options:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 import transformers.cache_utils as theirs
 from torch.utils._pytree import tree_map
 
+from .. import ArgumentError, ArgumentTypeError, KVCache, UnsupportedError
 from ..arrays.array import CODES, code_cache
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..kv.cache import KVCache
 from ..problem.checks import cache_dtype, checked_sizes, new_totals
 from ..problem.options import Dtype, DtypeName
 from .masks import MaskSpec
@@ -21,12 +19,11 @@ from .masks import MaskSpec
 _DTYPES: dict[torch.dtype, DtypeName] = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",
 }  # fmt: skip
-_WORDS, _BF16 = torch.int16, np.dtype(ml_dtypes.bfloat16)
 _IN_PLACE = 16  # rows from which on results are written where they go, instead of being moved there
 
 
 class Kept(torch.Tensor):
-    """Keys or values that lie in a cache: what Cache.update() gives a model, which hands it on to attention_forward().
+    """Keys or values that lie in a cache: Cache.update() gives them to a model, that hands them to attention_forward().
 
     To anything else it is the tensor that it stands for: an operation copies the tokens out of the cache.
     """
@@ -48,7 +45,7 @@ class Kept(torch.Tensor):
         return f"Kept({self.part}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def stored(self) -> torch.Tensor:
-        """A copy."""
+        """Returns a copy."""
         return self.layer.stored(self)
 
     @classmethod
@@ -96,11 +93,11 @@ class Layer(theirs.CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        return self._all("keys")
+        return self._keep_all("keys")
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        return self._all("values")
+        return self._keep_all("values")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes room, for tokens like these."""
@@ -123,7 +120,7 @@ class Layer(theirs.CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **more: Any
     ) -> tuple[Kept, Kept]:
-        """Takes tokens; gives what attention_forward() knows them by."""
+        """Takes tokens, and returns what attention_forward() knows them by."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise UnsupportedError(
                 "key: expected a call under torch.no_grad(), as generate() is one: no gradient passes a Cache. To "
@@ -135,7 +132,7 @@ class Layer(theirs.CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         batch, heads, new, head_dim = key_states.shape
         self._check_alike(key_states, value_states)
-        new_totals(0, [self.get_seq_length()] * batch, [new] * batch, self._made().capacity)
+        new_totals(0, [self.get_seq_length()] * batch, [new] * batch, self._require_cache().capacity)
         seen = self.get_mask_sizes(new)[0]
         self.waiting = key_states, value_states
         return (
@@ -149,13 +146,13 @@ class Layer(theirs.CacheLayerMixin):
         return self.cache.length(0) + (0 if self.waiting is None else self.waiting[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a chunk of so many queries is shown, and the position of the first."""
+        """Returns the keys that a chunk of so many queries is shown, and the position of the first."""
         length = self.get_seq_length()
         first = 0 if self.window is None else max(length - self.window + 1, 0)
         return length - first + query_length, first
 
     def get_max_length(self) -> int:
-        """-1 where there is no limit."""
+        """Returns the capacity, -1 where there is no limit."""
         return -1 if self.capacity is None else self.capacity
 
     def reset(self) -> None:
@@ -189,8 +186,8 @@ class Layer(theirs.CacheLayerMixin):
 
     # --- what attention_forward() asks
 
-    def attended(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
-        """(batch, q_len, q_heads, value_dim), read from where the tokens lie; None where copies have to do."""
+    def attend_kept(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
+        """Returns (batch, q_len, q_heads, value_dim), read from where tokens lie; None where copies have to do."""
         self._check(key)
         spec = mask if type(mask) is MaskSpec else None
         if spec is None and mask is not None:
@@ -201,29 +198,28 @@ class Layer(theirs.CacheLayerMixin):
                 return None
             options = options | {"mask": spec.in_cache(window)}
             self.waiting = None
-            return self._computed(query, new, options)
+            return self._attend(query, new, options)
         if window is not None or (rows > 1 if spec is None else spec.looks_at_queries):
             return None
         self._append()
-        return self._computed(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
+        return self._attend(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
 
-    def _computed(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
-        cache, (k, v) = self._made(), new
-        if cache.device != "cpu":
-            return cache.attend(0, query, k, v, **options).transpose(1, 2).contiguous()
-        q, (k, v) = _array(query), (None if x is None else _array(x) for x in new)
-        if query.shape[2] <= _IN_PLACE:
-            return _tensor(cache.attend(0, q, k, v, **options)).transpose(1, 2).contiguous()
-        batch, heads, rows, _ = query.shape
-        out = query.new_empty(batch, rows, heads, cache.value_dim)
-        cache.attend(0, q, k, v, out=_array(out).swapaxes(1, 2), **options)
+    def _attend(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
+        cache, q, (batch, heads, rows, _) = self._require_cache(), query.detach(), query.shape
+        if rows <= _IN_PLACE or cache.device != "cpu":
+            return cache.attend(0, q, *new, **options).transpose(1, 2).contiguous()
+        out = q.new_empty(batch, rows, heads, cache.value_dim)
+        cache.attend(0, q, *new, out=out.transpose(1, 2), **options)
         return out
 
     def stored(self, kept: Kept) -> torch.Tensor:
-        """A copy of what a Kept stands for."""
+        """Returns a copy of the tokens that a Kept stands for."""
         self._check(kept)
-        found = getattr(self._made(), kept.part)(0)
-        past = (_tensor(found) if isinstance(found, np.ndarray) else found).to(kept.dtype)
+        found = getattr(self._require_cache(), kept.part)(0)
+        if isinstance(found, np.ndarray):
+            is_bf16 = found.dtype.name == "bfloat16"  # which PyTorch does not read from NumPy
+            found = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16) if is_bf16 else torch.from_numpy(found)
+        past = found.to(kept.dtype)
         if self.waiting is not None:
             past = torch.cat([past, self.waiting[kept.part == "values"]], 2)
         if past.shape != kept.shape:
@@ -232,12 +228,12 @@ class Layer(theirs.CacheLayerMixin):
 
     # ---
 
-    def _made(self) -> KVCache:
+    def _require_cache(self) -> KVCache:
         assert self.cache is not None
         return self.cache
 
-    def _all(self, part: str) -> torch.Tensor | None:
-        """All tokens that are shown to the next."""
+    def _keep_all(self, part: str) -> torch.Tensor | None:
+        """Returns all tokens that are shown to the next."""
         if self.cache is None:
             return None
         self._append()
@@ -253,7 +249,7 @@ class Layer(theirs.CacheLayerMixin):
             )
 
     def _check_dtype(self, key: torch.Tensor) -> None:
-        """That a cache of this dtype takes such keys."""
+        """Raises unless a cache of this dtype takes such keys."""
         kept = self.dtype or _DTYPES.get(self.like.dtype if self.cache is not None else key.dtype)
         coded = kept in CODES
         if coded and key.dtype == torch.float64:
@@ -268,8 +264,8 @@ class Layer(theirs.CacheLayerMixin):
             )
 
     def _check_alike(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """That tokens are of as many sequences as those before, and of the same model."""
-        cache, (batch, heads, _, head_dim) = self._made(), key.shape
+        """Raises unless tokens are of as many sequences as those before, and of the same model."""
+        cache, (batch, heads, _, head_dim) = self._require_cache(), key.shape
         if key.dtype is not self.like.dtype:
             self._check_dtype(key)
         if batch != cache.batch:
@@ -284,12 +280,10 @@ class Layer(theirs.CacheLayerMixin):
             )
 
     def _append(self) -> None:
-        """Stores what nobody attended to."""
+        """Stores tokens that nobody attended to."""
         if self.waiting is not None:
-            k, v = self.waiting
-            self.waiting = None
-            at_home = self._made().device == "cpu"
-            self._made().append(0, _array(k) if at_home else k, _array(v) if at_home else v)
+            new, self.waiting = self.waiting, None
+            self._require_cache().append(0, *new)
 
     def _select(self, items: list[int]) -> None:
         self._append()
@@ -324,10 +318,10 @@ class Cache(theirs.DynamicCache):
             raise ArgumentTypeError(f"config: expected model.config; got a {type(config).__name__}.")
         config = config.get_text_config(decoder=True)
         kinds, options = theirs.get_layer_types_and_kwargs(config)
-        room = _capacity(config) if capacity is None else capacity
+        room = _read_capacity(config) if capacity is None else capacity
         (room,) = checked_sizes({"capacity": room})
         kept = None if dtype is None else cache_dtype(dtype)
-        layers = [_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
+        layers = [_make_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
         theirs.Cache.__init__(self, layers=layers)
         self._decodes = bool(getattr(config, "is_encoder_decoder", False))
 
@@ -343,7 +337,7 @@ class Cache(theirs.DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **more)
 
     def _check_decoder(self, n: int) -> None:
-        """A layer that has more tokens than the next takes a second part of one call: keys of the encoder."""
+        """Raises where a layer has more tokens than the next: it takes a second part of a call, the encoder's keys."""
         lengths = [x.get_seq_length() for x in self.layers[n : n + 2] if isinstance(x, Layer)]
         if len(lengths) == 2 and lengths[0] > lengths[1]:
             raise UnsupportedError(
@@ -357,11 +351,11 @@ class Cache(theirs.DynamicCache):
 
 
 def _is_causal(spec: MaskSpec, rows: int) -> bool:
-    """Whether a query sees no key after it; the last token has none."""
+    """Returns whether a query sees no key after it; the last token has none."""
     return spec.pattern.causal or (rows == 1 and spec.pattern.right is None)
 
 
-def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:
+def _make_layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:
     match kind:
         case "full_attention" | "chunked_attention":
             return Layer(capacity, None, dtype)
@@ -375,22 +369,9 @@ def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName |
     )
 
 
-def _capacity(config: Any) -> int:
+def _read_capacity(config: Any) -> int:
     for name in ("max_position_embeddings", "max_target_positions", "n_positions"):
         found = getattr(config, name, None)
         if isinstance(found, int) and found > 0:
             return found
     raise ArgumentError("capacity: expected a number of tokens, as the config names no most; got None.")
-
-
-def _array(x: torch.Tensor) -> np.ndarray:
-    """A view of a tensor on the CPU."""
-    if x.dtype == torch.bfloat16:
-        return x.detach().view(_WORDS).numpy().view(_BF16)
-    return x.detach().numpy()
-
-
-def _tensor(x: np.ndarray) -> torch.Tensor:
-    if x.dtype == _BF16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)

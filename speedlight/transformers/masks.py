@@ -1,4 +1,4 @@
-"""What transformers wants masked, as a few numbers and expressions: no tensor of q_len x kv_len is made.
+"""Masks of transformers as a few numbers and expressions: no tensor of q_len x kv_len is made.
 
 transformers composes a mask of small functions of positions. Those that it makes itself are known by their code, and
 become options of attention(); any other is traced.
@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers.masking_utils as theirs
 
-from ..errors import ArgumentError, UnsupportedError
-from ..expressions.patterns import documents, padding, window
-from ..expressions.tables import table
-from ..expressions.tracing import Expression, expression
+from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
 
 _CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
 _AND = theirs.and_masks().__code__
@@ -31,7 +28,7 @@ _last_padding: tuple[torch.Tensor, Expression] | None = None
 
 
 class _Pattern(NamedTuple):
-    """What a mask function says, taken apart; all of it holds."""
+    """Parts of a mask function; all of them hold."""
 
     causal: bool = False
     left: int | None = None  # keys that a query sees before its own
@@ -77,13 +74,13 @@ class MaskSpec:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor that it stands for."""
+        """Shape of the tensor that it stands for."""
         return torch.Size((self.batch, 1, self.q_len, self.k_len))
 
     ndim = 4
 
     def contiguous(self) -> MaskSpec:
-        """Itself: generate() asks, where a cache is static."""
+        """Returns itself: generate() asks, where a cache is static."""
         return self
 
     def __getitem__(self, index: Any) -> Any:
@@ -95,17 +92,17 @@ class MaskSpec:
 
     @property
     def looks_at_queries(self) -> bool:
-        """Whether it matters which position a query has."""
+        """Tells if it matters which position a query has."""
         p = self.pattern
         return bool(p.causal or p.left is not None or p.right is not None or p.packed is not None or p.others)
 
     def options(self) -> dict[str, Any]:
-        """What attention() is asked for over keys of which the first is at kv_offset; of one mask, made once."""
+        """Returns attention()'s options over keys of which the first is at kv_offset; of one mask, made once."""
         if self._options is None:
-            self._options = self._made()
+            self._options = self._make_options()
         return self._options
 
-    def _made(self) -> dict[str, Any]:
+    def _make_options(self) -> dict[str, Any]:
         p, first = self.pattern, self.kv_offset
         start = self.q_offset - first  # of the first query, counted from the first key
         options: dict[str, Any] = {}
@@ -118,23 +115,23 @@ class MaskSpec:
         right = None if p.right is None or self.k_len - 1 - start <= p.right else p.right
         if left is not None or right is not None:
             options["window"] = (left, right)
-        masks = [_from(f, first) for f in p.others]
+        masks = [_shift(f, first) for f in p.others]
         if p.packed is not None and "cu_seqlens_q" not in options:
             masks.append(documents(p.packed))
         if self.padded is not None:
             seen = self.padded[:, first : first + self.k_len]
-            lengths = _right_padded(seen)
+            lengths = _count_if_right(seen)
             if lengths is None:
-                masks.append(_padding(seen))
+                masks.append(_make_padding(seen))
             else:
                 options["k_lengths"] = lengths
         if masks:
-            options["mask"] = _all(masks)
+            options["mask"] = _join(masks)
         return options | {"q_start": start} if options else options
 
     def in_cache(self, length: int | None) -> Expression | None:
-        """What is hidden of a cache that holds every token, or (length) shows the last so many itself, from queries
-        that see no later key anyway.
+        """Returns the mask over a cache that holds every token, or shows the last `length` itself, of queries that see
+        no later key anyway.
         """
         if length not in self._in_cache:
             p = self.pattern
@@ -144,8 +141,8 @@ class MaskSpec:
             if p.left is not None and p.left + 1 != length:
                 masks.append(window(p.left, None))
             if self.padded is not None:
-                masks.append(_padding(self.padded, in_cache=True))
-            self._in_cache[length] = _all(masks) if masks else None
+                masks.append(_make_padding(self.padded, in_cache=True))
+            self._in_cache[length] = _join(masks) if masks else None
         return self._in_cache[length]
 
 
@@ -167,7 +164,7 @@ def attention_mask(
     attention_mask: torch.Tensor | MaskSpec | None = None,
     **more: Any,
 ) -> MaskSpec:
-    """What transformers calls to make a mask for `attn_implementation="speedlight"`.
+    """Makes a mask for `attn_implementation="speedlight"`, as transformers calls it.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask.
@@ -198,17 +195,17 @@ def attention_mask(
         if seen.shape[1] < end:
             seen = torch.nn.functional.pad(seen, (0, end - seen.shape[1]))
         seen = None if bool(seen[:, offsets[1] : end].all()) else seen
-    return MaskSpec(batch_size, (q_length, kv_length), offsets, _pattern(_leaves(mask_function)), seen)
+    return MaskSpec(batch_size, (q_length, kv_length), offsets, _make_pattern(_split(mask_function)), seen)
 
 
-def _leaves(f: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The functions that a mask function joins."""
+def _split(f: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Returns the functions that a mask function joins."""
     if getattr(f, "__code__", None) is _AND:
-        return [x for part in _captured(f)["mask_functions"] for x in _leaves(part)]
+        return [x for part in _read_closure(f)["mask_functions"] for x in _split(part)]
     return [f]
 
 
-def _pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
+def _make_pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
     causal, left, right, packed, others = False, [], [], None, []
     for f in leaves:
         code = getattr(f, "__code__", None)
@@ -217,52 +214,52 @@ def _pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
         elif f is _ALL:
             continue
         elif code is _SLIDING:
-            left.append(_captured(f)["sliding_window"] - 1)
+            left.append(_read_closure(f)["sliding_window"] - 1)
         elif code is _SLIDING_BOTH:
-            left.append(_captured(f)["sliding_window"])
-            right.append(_captured(f)["sliding_window"])
+            left.append(_read_closure(f)["sliding_window"])
+            right.append(_read_closure(f)["sliding_window"])
         elif code is _PACKED:
-            packed = _captured(f)["packed_sequence_mask"]
-        elif code is _REMAPPED and not (inner := _pattern(_leaves(_captured(f)["mask_function"]))).others:
+            packed = _read_closure(f)["packed_sequence_mask"]
+        elif code is _REMAPPED and not (inner := _make_pattern(_split(_read_closure(f)["mask_function"]))).others:
             # of two tokens of one packed sequence, whose distance is what it is without the others before them
             causal = causal or inner.causal
             left += [] if inner.left is None else [inner.left]
             right += [] if inner.right is None else [inner.right]
         else:
-            others.append(_chunked(**_captured(f)) if code is _CHUNKED else f)
+            others.append(_trace_chunked(**_read_closure(f)) if code is _CHUNKED else f)
     return _Pattern(causal, min(left, default=None), min(right, default=None), packed, tuple(others))
 
 
-def _captured(f: Any) -> dict[str, Any]:
-    """What a function of transformers has closed over, by name."""
+def _read_closure(f: Any) -> dict[str, Any]:
+    """Returns what a function of transformers has closed over, by name."""
     return dict(zip(f.__code__.co_freevars, [cell.cell_contents for cell in f.__closure__], strict=True))
 
 
-def _chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
-    """chunked_overlay(), of numbers that are as they are now."""
+def _trace_chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
+    """Returns chunked_overlay() of numbers that are as they are now."""
     if not left_padding.any():
         return lambda b, h, i, j: j // chunk_size == i // chunk_size
     first = table(left_padding, "left_padding")
     return lambda b, h, i, j: (j - first[b]) // chunk_size == (i - first[b]) // chunk_size
 
 
-def _from(f: Callable[..., Any], first: int) -> Expression:
-    """A mask function of positions, where positions are counted from `first` on."""
+def _shift(f: Callable[..., Any], first: int) -> Expression:
+    """Returns the mask of a function whose positions count from `first` on."""
     if not first:
         return expression(f, "mask")
     return expression(lambda b, h, i, j: f(b, h, i + first, j + first), "mask")
 
 
-def _right_padded(seen: torch.Tensor) -> list[int] | None:
-    """How many keys of each item are seen, if they are its first ones."""
+def _count_if_right(seen: torch.Tensor) -> list[int] | None:
+    """Returns how many keys of each item are seen, if they are its first ones."""
     counts = seen.sum(1, keepdim=True)
     if torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) < counts):
         return counts[:, 0].tolist()
     return None
 
 
-def _padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
-    """padding() of a mask, or that of an earlier one which says the same.
+def _make_padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
+    """Returns padding() of a mask, or that of an earlier one which says the same.
 
     In a cache it may be shorter: all keys past its end are seen.
     """
@@ -279,7 +276,7 @@ def _padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
     return found
 
 
-def _all(masks: list[Expression]) -> Expression:
+def _join(masks: list[Expression]) -> Expression:
     joined = masks[0]
     for x in masks[1:]:
         joined = joined & x

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ArgumentTypeError, UnsupportedError, shown
+from .. import ArgumentTypeError
+from ..adapting import Library, shown
 
-TESTED = ("5.23", "5.23")  # the first and the last release of transformers that the tests have run on
-_replaced: dict[str, Any] = {}  # what "sdpa" was
+TRANSFORMERS = Library(
+    "transformers",
+    tested=("5.23", "5.23"),
+    names={
+        "q": "query", "k": "key", "v": "value", "mask": "attention_mask", "score": "attention_mask",
+        "sink_logits": "s_aux", "scale": "scaling",
+    },
+    # models hand these on to every layer; the mask says sliding_window, too
+    ignored=(
+        "position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "deterministic", "seq_idx",
+        "max_length_q", "max_length_k", "read_index", "write_index", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "logits_to_keep", "logits_indices", "logits_processor_args", "position_embeddings",
+        "debug_io", "debug_io_dir", "prune_layers", "sliding_window",
+    ),
+    refused={"output_attentions": "Use model.set_attn_implementation('eager'), which keeps weights."},
+)  # fmt: skip
+_replaced: dict[str, Any] = {}  # transformers' own "sdpa"
 
 
 def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> None:
-    """From now on `attn_implementation="speedlight"` is a choice for every model of transformers in this process.
+    """Makes `attn_implementation="speedlight"` a choice for every model of transformers in this process.
 
     Args:
         replace_sdpa: "sdpa" is computed here, too, with the masks that transformers makes for it: what continuous
@@ -37,7 +51,7 @@ def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> Non
     names = frozenset(harmless)
     if isinstance(harmless, str) or not all([isinstance(x, str) for x in names]):
         raise ArgumentTypeError(f"harmless: expected names, as ('layer_scale',); got {shown(harmless)}.")
-    check_version(_installed())
+    TRANSFORMERS.check_version(_installed())
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -60,33 +74,8 @@ def unregister() -> None:
         AttentionInterface.register("sdpa", _replaced.pop("sdpa"))
 
 
-def check_version(installed: str | None) -> None:
-    """Raises for a release of transformers that is missing or too old; warns of one that is newer than any tested."""
-    first, last = TESTED
-    if installed is None:
-        raise UnsupportedError(
-            f"transformers: expected {first}; none is installed. pip install 'transformers=={first}.*'"
-        )
-    if _numbers(installed) < _numbers(first):
-        raise UnsupportedError(
-            f"transformers: expected {first} or newer, whose interfaces for attention and masks are used; got "
-            f"{installed}. pip install -U 'transformers>={first}'"
-        )
-    if _numbers(installed) > _numbers(last):
-        warnings.warn(
-            f"transformers {installed} is newer than {last}, the last one that speedlight was tested with; compare a "
-            f"few results with attn_implementation='eager', or pip install 'transformers=={last}.*'.",
-            stacklevel=3,
-        )
-
-
 def _installed() -> str | None:
     try:
         return importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor: 5.23 of 5.23.1.dev0."""
-    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -12,28 +13,52 @@ import torch
 from threads import together
 
 import speedlight as sl
+import speedlight.torch
+from speedlight import front
 from speedlight.calls import dense
 from speedlight.host.memo import Memo
+from speedlight.problem.options import DEFAULTS
 from speedlight.problem.problem import Options
 
 
 def own(function) -> dict[str, object]:
     """Keyword arguments and their defaults."""
-    found = inspect.signature(inspect.unwrap(function)).parameters.values()
+    found = inspect.signature(function).parameters.values()
     return {x.name: x.default for x in found if x.kind is x.KEYWORD_ONLY}
 
 
 def test_every_option_is_offered_with_its_default():
-    for function in (sl.attention, sl.plan):
-        given = own(function)
-        assert {name: given[name] for name in Options._fields} == Options()._asdict()
-    given = own(sl.attention_backward)
-    assert {name: given[name] for name in Options._fields if name != "precision"} | {
-        "precision": "ieee"
-    } == Options()._asdict()
-    for function in (sl.attention_paged, sl.KVCache.attend, sl.PagePool.attend):
-        given = {name: x for name, x in own(function).items() if name in Options._fields and name != "causal"}
-        assert given and all(x == Options._field_defaults[name] for name, x in given.items())
+    assert {*DEFAULTS} == {*Options._fields, "lengths"}
+    for function in (sl.attention, sl.plan, speedlight.torch.attention, sl.reference.attention):
+        assert DEFAULTS.items() <= own(function).items(), function
+    assert {name: x for name, x in DEFAULTS.items() if name != "precision"}.items() <= own(
+        sl.attention_backward
+    ).items()
+    for function in (sl.attention_backward, sl.attention_paged, sl.KVCache.attend, sl.PagePool.attend):
+        given = {name: x for name, x in own(function).items() if name in DEFAULTS}
+        assert len(given) >= 6 and all(x == DEFAULTS[name] for name, x in given.items())
+
+
+def test_every_option_reaches_the_problem_under_its_own_name(monkeypatch):
+    """attention() spells options out, in the order of the list, since that takes half the time."""
+    for name in Options._fields:
+        found = []
+        monkeypatch.setattr(front, "_compute", lambda q, k, v, options, *more: found.append(options))  # noqa: B023
+        sl.attention(1, 2, 3, **{name: found})
+        assert found[0].given() == {name: found}
+    sl.attention(1, 2, 3, lengths=found)
+    assert found[1].given() == {"q_lengths": found, "k_lengths": found}
+
+
+def test_every_option_is_part_of_the_key():
+    for name in {*Options._fields} - {"seed"}:
+        assert Options(**{name: object()}).key() is None, name
+
+
+def test_help_says_what_every_option_is():
+    for function in (sl.attention_backward, sl.attention_paged, sl.plan, sl.KVCache.attend, speedlight.torch.attention):
+        for name in {*own(function)} & {*DEFAULTS}:
+            assert re.search(rf"^ +{name}: \S", function.__doc__, re.MULTILINE), (function, name)
 
 
 SIGNS = [sl.expression(lambda s, b, h, i, j, z=z: s * z) for z in (0.0, -0.0)]

@@ -27,18 +27,12 @@ OVERLOADED = [
 ]  # fmt: skip
 
 
-def test_a_sequence_of_a_pool_was_called_sequence():
-    with pytest.warns(DeprecationWarning, match=r"^speedlight\.Sequence is now speedlight\.PagedSequence\.$") as found:
-        assert sl.Sequence is sl.PagedSequence
-    assert found[0].filename == __file__
-    assert "Sequence" not in dir(sl)
-
-
 def test_everything_imported_hides_no_name_of_pythons():
     names: dict = {}
     exec("from speedlight import *", names)
     assert set(sl.__all__) <= set(names)
-    assert not set(sl.__all__) & {*dir(builtins), "Sequence"}
+    assert not set(sl.__all__) & {*dir(builtins)}
+    assert not hasattr(sl, "Sequence"), "PagedSequence has one name"
     assert set(sl.__all__) | {"abs"} == set(dir(sl))
 
 
@@ -78,7 +72,7 @@ def test_a_signature_is_whole(name):
 @pytest.mark.parametrize("function", OVERLOADED, ids=lambda x: f"{x.__module__}.{x.__qualname__}")
 @pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="Python 3.10 forgets them")
 def test_overloads_offer_what_the_signature_does(function):
-    own = inspect.signature(function).parameters
+    own, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
     overloads = typing.get_overloads(function)
     assert len(overloads) >= 2
     for overload in overloads:
@@ -87,9 +81,9 @@ def test_overloads_offer_what_the_signature_does(function):
         if "options" in given:
             kind = getattr(signatures, re.fullmatch(r"Unpack\[(\w+)\]", given["options"].annotation)[1])
             assert not kind.__required_keys__
-            options = {name: x.__forward_arg__ for name, x in kind.__annotations__.items()}
+            options = typing.get_type_hints(kind)
         assert not names & set(options) and names | set(options) == set(own)
-        assert {name: own[name].annotation for name in options} == options
+        assert {name: hints[name] for name in options} == options
         for name in names - {"return_lse", "return_aux", "grads"}:
             assert given[name].default == own[name].default
 

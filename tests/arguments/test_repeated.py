@@ -22,9 +22,9 @@ from problems import qkv
 import speedlight as sl
 import speedlight.torch
 from speedlight.calls import dense
-from speedlight.calls.prepared import Repeatable
 from speedlight.host.machine import host_isas
 from speedlight.host.memo import Memo
+from speedlight.problem.prepared import Prepared
 
 
 def test_out_stays_as_it_was_where_a_lookup_fails(rng):
@@ -197,8 +197,8 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
     options = dict(plain)
     hits = ran = 0
     isas = [i.name for i in host_isas()][:2]
-    again = Repeatable.again
-    monkeypatch.setattr(Repeatable, "again", lambda *given: (calls.append(1), again(*given))[1])
+    again = Prepared.again
+    monkeypatch.setattr(Prepared, "again", lambda *given: (calls.append(1), again(*given))[1])
     variants = _variants()
     for _ in range(500 if FULL else 250):
         if rng.random() < 0.2:

@@ -16,12 +16,13 @@ import numpy as np
 
 import speedlight as sl
 from speedlight.arrays import array as arrays
-from speedlight.cpu.engine.forward_call import items_of, template_of, words_of
+from speedlight.cpu.engine.forward_call import items_of, words_of
 from speedlight.cpu.engine.schedule import schedule
 from speedlight.cpu.memory.operands import Dense, Rows
 from speedlight.cpu.memory.records import ITEM, SLACK, arguments_of
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime.compile import compile_ir, emit, symbol_of
+from speedlight.cpu.runtime.launch import template_of
 from speedlight.host.machine import isa_named
 from speedlight.host.tunings import shipped
 from speedlight.problem.build import from_arrays
@@ -38,7 +39,7 @@ def words_for(
     """The argument words of a call on NEON, prepared here, with the items table."""
     isa = isa_named("neon")
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-    problem = from_arrays(*described, Options(causal)).problem
+    problem = from_arrays(*described, Options(causal=causal)).problem
     rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
     how = schedule(problem, isa, 1, keys.strides(problem.dtype), shipped(isa))
     items = items_of(problem, how, rows, keys)

@@ -56,7 +56,7 @@ def test_imports_run_one_way():
 
 def test_rooms_and_imports_are_few():
     assert len(ROOMS) <= 27
-    assert len(imports_between_rooms()) <= 155
+    assert len(imports_between_rooms()) <= 148
 
 
 def imported(source: str, own: str, is_package: bool) -> set[str]:

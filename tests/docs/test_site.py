@@ -187,7 +187,7 @@ def test_lists_and_code_of_docstrings(markdown):
 def tables(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("table")
-    for name in ("table", "chart"):
+    for name in ("table", "chart", "pictures"):
         sys.modules.pop(name)
 
 

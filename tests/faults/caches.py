@@ -70,30 +70,30 @@ MUTATIONS = (
     ),
     Mutation(
         "codes are rounded down",
-        "cpu/kernels/append.py",
+        "cpu/memory/formats.py",
         'k.unary("rint", x',
         'k.unary("floor", x',
         "tests/conformance/caches/test_putting.py -k codes",
     ),
     Mutation(
         "the sign of float8 reaches its exponent",
-        "cpu/language/conversions.py",
+        "cpu/memory/formats.py",
         "(whole << 7) & ~0x4000",
         "(whole << 7) & ~0x2000",
         "tests/conformance/caches/test_caches_codes.py -k codes_against",
     ),
     Mutation(
         "float8 is rounded up half way",
-        "cpu/language/conversions.py",
+        "cpu/memory/formats.py",
         "| bias - 8)",
         "| bias - 7)",
         "tests/conformance/caches/test_putting.py -k codes",
     ),
     Mutation(
         "float8's scales are of codes, not of what they are widened to",
-        "cpu/products/products.py",
-        "scales if unit == 1 else scales * unit",
-        "scales if unit else scales * unit",
+        "cpu/memory/formats.py",
+        "scales if codes.unit == 1 else scales * codes.unit",
+        "scales if codes.unit else scales * codes.unit",
         "tests/conformance/caches/test_caches_codes.py -k codes_against",
     ),
     Mutation(
@@ -126,7 +126,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a pair of keys is multiplied whole where only its first is there",
-        "cpu/products/products.py",
+        "cpu/products/fma.py",
         "pairs = count & -2",
         "pairs = count",
         "tests/conformance/caches/test_caches.py -k truncated_cache_still_holds",
@@ -141,8 +141,8 @@ MUTATIONS = (
     Mutation(
         "keys of an odd dim are not made pairs where a file is read",
         "cpu/memory/blocks.py",
-        "        x = _even(x)\n",
-        "        x = x[...]\n",
+        "whole = np.zeros((*items, count * BLOCK, math.prod(tail) // BLOCK), part.dtype)",
+        "whole = np.zeros((*items, count * BLOCK, dim), part.dtype)",
         "tests/conformance/caches/test_caches_saved.py -k come_back",
     ),
     Mutation(

@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a tensor to be negated is taken for one that is not",
-        "problem/key.py",
+        "problem/prepared.py",
         "if x.layout is not strided or x.is_neg():",
         "if x.layout is not strided:",
         "tests/arguments/test_calls.py -k negated",
@@ -61,7 +61,7 @@ MUTATIONS = (
     ),
     Mutation(
         "of a cache's pairs the other element is taken",
-        "cpu/products/products.py",
+        "cpu/products/fma.py",
         "k.trunc(i & 1, I32) << 4",
         "k.trunc((i & 1) ^ 1, I32) << 4",
         "tests/conformance/caches/test_caches.py -k score_of_minus_infinity",

@@ -83,9 +83,9 @@ MUTATIONS = (
     ),
     Mutation(
         "results of repeated calls are contiguous",
-        "calls/prepared.py",
-        "new, at = fresh(q, self.shape, alike=self.alike, steps=self.steps)",
-        "new, at = fresh(q, self.shape)",
+        "problem/prepared.py",
+        "out, out_at = fresh(q, self.shape, alike=self.alike, strides=self.strides)",
+        "out, out_at = fresh(q, self.shape)",
         "tests/adapters/torch/test_torch_strides.py -k lie_as",
     ),
 )

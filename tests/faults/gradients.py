@@ -20,14 +20,14 @@ MUTATIONS = (
     Mutation(
         "something flows to the scores of hidden pairs",
         "cpu/kernels/gradient_tiles.py",
-        "flows = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, flows, strict=True)]",
-        "flows = list(flows)",
+        "d_scores = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, d_scores, strict=True)]",
+        "d_scores = list(d_scores)",
         "tests/conformance/backward/test_backward.py -k every_option",
     ),
     Mutation(
         "the key beside the last that a panel sees is multiplied",
-        "cpu/products/products.py",
-        "return unit if s.elements == 1 else unit & ((1 << 32 // s.elements) - 1)",
+        "cpu/products/bf16_pairs.py",
+        "return unit & _HALVES[0]",
         "return unit",
         "tests/properties/test_backward_combined.py -k every_unit",
     ),
@@ -54,9 +54,9 @@ MUTATIONS = (
     ),
     Mutation(
         "dk and dv take 0 times what a hidden row holds",
-        "cpu/kernels/gradient_tiles.py",
-        "y = visible_step(k, s, columns[v], weight, y, seen)",
-        "y = multiply_add(k, s, weight, columns[v], y)",
+        "cpu/products/outer_gradients.py",
+        "one.set(product.multiply_add_seen(k, column, weight, one.get(), seen))",
+        "one.set(product.multiply_add(k, weight, column, one.get()))",
         "tests/conformance/backward/test_backward.py -k 'hidden_never_matters and causal-float32'",
     ),
     Mutation(
@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dk and dv of a whole block replace those before",
-        "cpu/kernels/gradient_tiles.py",
+        "cpu/products/outer_gradients.py",
         "with k.when(x.fresh.equals(0)):",
         "with k.when(x.fresh.equals(2)):",
         "tests/conformance/backward/test_backward.py -k whole_blocks",
@@ -90,8 +90,8 @@ MUTATIONS = (
     Mutation(
         "the halves of a pair of keys change places",
         "cpu/kernels/gradient_tiles.py",
-        "unit = packed(k, s, flows[v::n] + [",
-        "unit = packed(k, s, flows[v::n][::-1] + [",
+        "unit = product.pack_weights(k, d_scores[v::n] + [",
+        "unit = product.pack_weights(k, d_scores[v::n][::-1] + [",
         "tests/conformance/backward/test_backward.py -k 'every_option and bfloat16'",
     ),
     Mutation(

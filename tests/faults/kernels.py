@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "values of hidden keys are multiplied",
-        "cpu/products/products.py",
+        "cpu/products/fma.py",
         "return k.select(seen, k.fma(value, weight, total), total)",
         "return k.fma(value, weight, total)",
         "tests/conformance/attention/test_attention.py -k 'special_values and float32'",
@@ -82,16 +82,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a pair of which a lane sees one half is taken whole",
-        "cpu/products/products.py",
+        "cpu/products/bf16_pairs.py",
         "return k.select(odd, full - 1, full)",
         "return k.select(odd, full, full)",
         "tests/conformance/attention/test_attention.py -k 'special_values and bfloat16'",
     ),
     Mutation(
         "decoding touches values of scores of -inf",
-        "cpu/products/products.py",
-        "return weight.bits(s.integer) > -1, None",
-        "return weight.bits(s.integer).differs(1), None",
+        "cpu/products/fma.py",
+        "return weight.bits(self.s.integer) > -1, None",
+        "return weight.bits(self.s.integer).differs(1), None",
         "tests/conformance/caches/test_caches.py -k 'minus_infinity or decode_kernel'",
     ),
     Mutation(

@@ -33,7 +33,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the last key that a process sees is not sent to it",
-        "distributed/parts.py",
+        "problem/key_parts.py",
         "return int(j[at[0]]), last + 1\n",
         "return int(j[at[0]]), last\n",
         "tests/conformance/shards/test_distributed.py -k not_needed",
@@ -47,14 +47,14 @@ MUTATIONS = (
     ),
     Mutation(
         "masks take the heads of every turn for the first ones",
-        "distributed/parts.py",
+        "problem/key_parts.py",
         '{"h": (1, q.start)}',
         '{"h": (1, 0)}',
         "tests/conformance/shards/test_distributed.py -k two_processes",
     ),
     Mutation(
         "what others computed last is not added to gradients of keys",
-        "distributed/returning.py",
+        "distributed/arriving.py",
         "self.settle(math.inf)",
         "self.settle(0)",
         "tests/conformance/shards/test_distributed.py -k two_processes",

@@ -6,8 +6,8 @@ MUTATIONS = (
     Mutation(
         "a sliding window of transformers is one key wider",
         "transformers/masks.py",
-        '_captured(f)["sliding_window"] - 1)',
-        '_captured(f)["sliding_window"])',
+        '_read_closure(f)["sliding_window"] - 1)',
+        '_read_closure(f)["sliding_window"])',
         "tests/adapters/transformers/test_transformers.py -k test_masks",
     ),
     Mutation(

@@ -32,7 +32,7 @@ def test_a_tile_may_be_given(rng):
     arrays = q, k, v = qkv(rng, "float32", 1, 2, 1, 40, 70, 16, 16)
     given = [describe(tensor(x), name, gpu=True) for x, name in zip(arrays, "qkv", strict=True)]
     problem, keys, out = (
-        from_arrays(*given, Options(True)).problem,
+        from_arrays(*given, Options(causal=True)).problem,
         arrays_of(tensor(k), tensor(v), "bhld"),
         torch.zeros_like(tensor(q)),
     )

@@ -1,4 +1,4 @@
-"""What measures and plans for a GPU: rows are checked before they are timed, plans count what the kernel does."""
+"""Measuring and planning for a GPU: rows are checked before they are timed, plans count what the kernel does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from problems import PATTERNS
 
 import speedlight as sl
 from speedlight.gpu.tiles import Tile
-from speedlight.tools import gpu
+from speedlight.tools import gpu_tiles
+
+sys.path.append(str(Path(sl.__file__).parent.parent / "benchmarks"))
+import gpu
+import run
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small problems, for the interpreter")
 
@@ -25,8 +29,8 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small proble
 def test_rows(monkeypatch):
     rows = [
         gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
-        gpu.masked("window 1024", 160, 1, False, heads=2, d=32),
-        gpu.masked("alibi", 160, 1, False, heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+        gpu.masked("window 1024", 160, 1, (), heads=2, d=32),
+        gpu.masked("alibi", 160, 1, (), heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
     ]  # fmt: skip
     for row in rows:
         assert (
@@ -40,34 +44,20 @@ def test_rows(monkeypatch):
         lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32),
     ):
         row = call()
-        assert "outside the bound" in row["refused"] and "seconds" not in row and "REFUSED" in gpu.line(row, {})
+        assert (
+            "outside the bound" in row["refused"] and "seconds" not in row and "REFUSED" in run.line_of(row, gpu.line)
+        )
 
 
 @INTERPRETED
 @pytest.mark.skipif(not FULL, reason="minutes in the interpreter")
 def test_tiles_are_measured_as_they_are_given(monkeypatch):
     tiles = [Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)]
-    found = gpu.tune("float32", 16, "masked", 1, length=20, tiles=tiles)
+    found = gpu_tiles.tune("float32", 16, "masked", 1, length=20, tiles=tiles)
     assert {tile for _, tile in found} == set(tiles) and all(seconds > 0 for seconds, _ in found)
-    assert all(tile.rows == 16 for tile in gpu.candidates("decode", True))
-    monkeypatch.setattr(gpu, "wrong", lambda *_, **__: "wrong")
-    assert gpu.tune("float32", 16, "masked", 1, length=20, tiles=tiles[:1]) == []
-
-
-def test_peers_that_say_something_else_are_left_out():
-    notes: dict[str, str] = {}
-    want = torch.ones(2)
-
-    def missing():
-        raise ImportError("no", name="nothing")
-
-    calls = {"right": lambda: want, "wrong": lambda: want + 1, "nan": lambda: want * torch.nan, "jax": missing}
-    assert list(gpu.usable(calls, want, notes, 1e-3)) == ["right"]
-    assert (
-        "another result" in notes["wrong"]
-        and "another result" in notes["nan"]
-        and notes["jax"] == "not installed (nothing)"
-    )
+    assert all(tile.rows == 16 for tile in gpu_tiles.candidates("decode", True))
+    monkeypatch.setattr(gpu_tiles, "wrong", lambda *_, **__: "wrong")
+    assert gpu_tiles.tune("float32", 16, "masked", 1, length=20, tiles=tiles[:1]) == []
 
 
 @INTERPRETED
@@ -89,8 +79,7 @@ def test_commands_without_a_gpu(monkeypatch, capsys):
 
     monkeypatch.delenv("TRITON_INTERPRET")
     for words in (
-        ["bench", "--device", "cuda"],
-        ["plan", "--length", "64", "--device", "cuda"],
+        ["plan", "--q-len", "64", "--device", "cuda"],
         ["tune", "--device", "cuda"],
     ):
         monkeypatch.setattr(sys, "argv", ["speedlight", *words])
@@ -98,7 +87,7 @@ def test_commands_without_a_gpu(monkeypatch, capsys):
             cli.main()
         text = " ".join(capsys.readouterr().err.split())
         assert end.value.code == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, words
-    assert gpu.main([]) == 2 and "no CUDA device here" in capsys.readouterr().err
+    assert run.main(["gpu"]) == 2 and "gpu: expected a CUDA device; PyTorch sees none" in capsys.readouterr().err
 
 
 @INTERPRETED

@@ -15,7 +15,7 @@ from problems import qkv
 
 import speedlight as sl
 from speedlight.arrays import array as arrays
-from speedlight.cpu.engine import gradient_requests as gradients
+from speedlight.cpu.engine import backward_call as gradients
 from speedlight.cpu.engine.forward_call import prepare
 from speedlight.cpu.engine.schedule import schedule
 from speedlight.cpu.memory.operands import Dense, Operands, Rows, Strides
@@ -39,7 +39,7 @@ def counted(q, k, v, options):
     prepared = prepare(problem, rows, keys, sl.get_threads(), current_isa())
     prepared.counts_at = counts.ctypes.data
     prepared.run(*(x.address for x in described), out.ctypes.data, 0)
-    assert plan.kernel == prepared.kernel.symbol
+    assert plan.kernel == prepared.launch.kernel.symbol
     return counts.tolist(), plan, problem
 
 
@@ -124,7 +124,7 @@ def counted_backward(q, k, v, options):
     stated = from_arrays(x.q, x.k, x.v, Options(**options))
     layout = options.get("layout", "bhld")
     prepared = gradients.prepare(Asked(stated.problem), layout, stated, x, sl.get_threads(), current_isa())
-    assert plan.kernel == symbol_of(prepared.call.shape)
+    assert plan.kernel == symbol_of(prepared.call.launch.shape)
     counts = np.zeros(3, np.int64)
     prepared.call.run(x, [np.zeros(a.shape, np.float64) for a in (q, k, v)], None, counts=counts.ctypes.data)
     assert plan.workspace_bytes >= prepared.call.how.workspace_bytes

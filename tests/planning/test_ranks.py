@@ -18,13 +18,14 @@ from conftest import FULL, ROOT
 from PIL import Image
 
 import speedlight as sl
-from speedlight.distributed import model, pairs
-from speedlight.distributed.model import ASSUMED, Link, Rates, asked_ranks, spread
-from speedlight.distributed.pairs import seen_between
 from speedlight.distributed.plans import Sharded, schedule_of
-from speedlight.distributed.shardings import SHARDS, positions
+from speedlight.problem import rank_plan as model
+from speedlight.problem import shard_visibility as visible
 from speedlight.problem.build import Stated
 from speedlight.problem.plan import pair_flops
+from speedlight.problem.rank_plan import ASSUMED, Link, Rates, asked_ranks, spread
+from speedlight.problem.shard_visibility import seen_by
+from speedlight.problem.shardings import SHARDS, positions
 from speedlight.problem.tiles import seen
 
 DOCS = ROOT / "docs"
@@ -63,21 +64,20 @@ def test_what_ranks_see_is_what_is_visible(name):
     shown = square(problem, 500, 700, packed)
     for ranks, shard in itertools.product((1, 2, 3, 7) if FULL else (1, 3), SHARDS):
         q_runs, k_runs = positions(500, ranks, shard), positions(700, ranks, shard)
-        found = seen_between(problem, q_runs, k_runs, packed=packed)
-        runs = sorted((x.start, x, owner) for owner, each in enumerate(k_runs) for x in each)
-        assert found.owners.tolist() == [owner for *_, owner in runs]
-        for (rank, rows), (at, (_, run, _)) in itertools.product(enumerate(q_runs), enumerate(runs)):
-            part = shown[[i for x in rows for i in x]][:, list(run)]
-            if shard == "stripe" and ranks > 1:  # shares of the whole
-                close = name in ("full", "causal", "window")
-                assert not close or abs(found.pairs[rank, at] - part.sum()) <= 500 * problem.q_heads * problem.batch
+        runs = sorted([x for each in k_runs for x in each], key=lambda x: x.start)
+        found = seen_by(problem, q_runs, runs, packed=packed)
+        for rank, rows in enumerate(q_runs):
+            own, striped = shown[[i for x in rows for i in x]].sum(), shard == "stripe" and ranks > 1
+            close = name in ("full", "causal", "window")  # of stripes each has its share of the whole
+            assert abs(found.pairs[rank] - own) <= 500 * problem.q_heads * problem.batch if striped and close else True
+            assert striped or found.pairs[rank] == own
+        for (rank, rows), (at, run) in itertools.product(enumerate(q_runs), enumerate(runs)):
+            if shard == "stripe" and ranks > 1:
                 continue
-            assert found.pairs[rank, at] == part.sum()
-            keys = np.flatnonzero(part.any(axis=0))
+            keys = np.flatnonzero(shown[[i for x in rows for i in x]][:, list(run)].any(axis=0))
             first, last = found.first[rank, at], found.last[rank, at]
             assert (first, last) == (0, 0) if not keys.size else first <= keys[0] <= first + 31
             assert not keys.size or last - 31 <= keys[-1] + 1 <= last <= len(run)
-        assert found.lengths.tolist() == [len(run) for _, run, _ in runs]
 
 
 def spread_of(ranks, link=ASSUMED, rates=RATES, shard="auto", method="auto", backward=False, **sizes):
@@ -125,21 +125,6 @@ def test_a_mesh_is_a_ring_of_what_exchanges_heads():
     assert max(spread_of(8, q_heads=8, method="mesh", causal=True, shard="zigzag").way.balance, 1) < 1.01
 
 
-@pytest.mark.parametrize("length", [700, 5000])
-def test_bytes_of_documents_that_begin_anywhere(length):
-    """As processes agree to send them, whatever a mask hides between what is seen."""
-    rng = np.random.default_rng(length)
-    ids = np.sort(rng.integers(0, 6, length))
-    for method, ranks in (("exact", 2), ("ring" if length < 5000 else "exact", 3)):
-        options = {"causal": ranks == 3, "mask": sl.documents(ids)}
-        problem = sl.plan(q_heads=1, q_len=length, head_dim=8, **options).problem
-        sizes = {"q_heads": 1, "kv_heads": 1, "q_len": length, "head_dim": 8}
-        for way in spread_of(ranks, method=method, **sizes, **options).ways:
-            held = positions(length, ranks, way.shard)
-            schedule = schedule_of(Sharded(Stated(problem), held, held), exact=method == "exact")
-            assert list(way.bytes_sent) == [schedule.tokens_sent(rank) * 16 * 4 for rank in range(ranks)]
-
-
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", ["full", "causal", "window", "documents"])
 def test_bytes_are_those_that_processes_agree_to_send(name, exact):
@@ -155,16 +140,54 @@ def test_bytes_are_those_that_processes_agree_to_send(name, exact):
             assert list(way.bytes_sent) == sent, (way.shard, way.bytes_sent, sent)
 
 
-@pytest.mark.parametrize("length", [300, 2048, 9001])
-def test_spans_of_exact_count_from_the_first_token(length):
-    for ranks, name in itertools.product((2, 5), ("full", "causal", "window")):
-        problem = sl.plan(q_heads=1, q_len=length, head_dim=8, **HIDING[name]).problem
-        for way in spread_of(
-            ranks, q_heads=1, kv_heads=1, q_len=length, head_dim=8, method="exact", **HIDING[name]
-        ).ways:
-            held = positions(length, ranks, way.shard)
-            schedule = schedule_of(Sharded(Stated(problem), held, held), exact=True)
-            assert list(way.bytes_sent) == [schedule.tokens_sent(rank) * 16 * 4 for rank in range(ranks)]
+@pytest.mark.parametrize("name", ["full", "causal", "window", "documents"])
+def test_bytes_of_lengths_that_are_no_whole_spans(name):
+    """Within 15 % of what processes agree to send; a span that two ranks hold is told as the one's that is seen."""
+    length = 39001
+    ids = np.sort(np.random.default_rng(1).integers(0, 6, length))
+    options = HIDING[name] | ({"causal": True, "mask": sl.documents(ids)} if name == "documents" else {})
+    for ranks, method in ((2, "exact"), (5, "exact"), (3, "ring")):
+        problem = sl.plan(q_heads=1, q_len=length, head_dim=8, **options).problem
+        sizes = {"q_heads": 1, "kv_heads": 1, "q_len": length, "head_dim": 8}
+        for way in spread_of(ranks, method=method, **sizes, **options).ways:
+            if way.shard != "stripe":
+                held = positions(length, ranks, way.shard)
+                schedule = schedule_of(Sharded(Stated(problem), held, held), exact=method == "exact")
+                sent = [schedule.tokens_sent(rank) * 16 * 4 for rank in range(ranks)]
+                assert way.bytes_sent == pytest.approx(sent, rel=0.15, abs=1024 * 16 * 4), (ranks, way)
+
+
+def rates_of(row: dict[str, Any], threads: int) -> Rates:
+    """What one thread of the single process computed, of a measured row; memory is no bound of these."""
+    window = 1023 if "window" in row["name"] else None
+    length = 65536 if window else 16384
+    pairs = sl.plan(q_heads=8, q_len=length, head_dim=128, causal=True, window=(window, None)).visible_pairs
+    assert pairs is not None
+    flops = pairs * (4 * 128 + ("backward" in row["name"]) * 10 * 128)
+    return Rates(flops / row["seconds"]["single"][2] / threads, 1e18)
+
+
+REPORTS = [json.loads(x.read_text()) for x in sorted((DOCS.parent / "benchmarks" / "results" / "ranks").glob("*.json"))]
+
+
+@pytest.mark.parametrize(("report", "at"), [(x, n) for x in REPORTS for n in range(len(x["rows"]))])
+def test_measured_rows(report, at):
+    """Bytes, memory, and where ranks have cores of their own time, of what was measured: within 15 %."""
+    row, ranks, link = report["rows"][at], report["ranks"], Link(**report["link"])
+    kind, shard, *_ = row["name"].replace(",", "").split()
+    window = (1023, None) if "window" in row["name"] else None
+    method = {"ring": "ring", "ulysses": "ulysses", "exact": "exact"}[kind]
+    sizes: dict[str, Any] = {"q_heads": 8, "kv_heads": 8, "q_len": 65536 if window else 16384, "head_dim": 128}
+    given = {"causal": True, "window": window, "shard": shard, "method": method}
+    rates = rates_of(row, report["ranks"] * report["threads_each"])
+    backward = (False, True)[: 1 + ("backward" in row["name"])]
+    found = [spread_of(ranks, link, rates, backward=x, **given, **sizes).way for x in backward]
+    sent = [sum(each) for each in zip(*[x.bytes_sent for x in found], strict=True)]
+    memory = [max(each) for each in zip(*[x.memory_bytes for x in found], strict=True)]
+    assert sent == pytest.approx(row["bytes_sent"], rel=0.15)
+    assert max(memory) == pytest.approx(max(row["memory_bytes"]), rel=0.15)
+    if ranks * report["threads_each"] <= report["threads"]:
+        assert sum(x.slowest for x in found) == pytest.approx(row["seconds"]["ranks"][2], rel=0.15)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 9), (9, 0)])
@@ -346,9 +369,9 @@ def test_the_page_says_what_the_model_says(capsys):
 
 
 @pytest.mark.skipif(not FULL, reason="three processes that import PyTorch")
-def test_bench_of_ranks_measures_what_is_right():
-    from speedlight.tools import ranks
-
+def test_bench_of_ranks_measures_what_is_right(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
+    ranks = importlib.import_module("ranks")
     about: dict[str, Any] = {"ranks": 2, "threads_each": 1, "threads": 2}
     with ranks.groups(about) as (single, several):
         assert about["link"]["bandwidth"] > 1e6 and 0 < about["link"]["latency"] < 1
@@ -381,7 +404,7 @@ def test_sizes_that_nobody_looks_at_are_refused_soon(what, options):
 
 
 def test_masks_of_too_many_edges_are_refused(monkeypatch):
-    monkeypatch.setattr(pairs, "_MOST_LEAVES", 1000)
+    monkeypatch.setattr(visible, "_MOST_LEAVES", 1000)
     with pytest.raises(sl.UnsupportedError, match=r"^q_len: .* under this mask are too many to look at\.$"):
         sl.plan(q_heads=8, head_dim=64, q_len=1 << 16, window=(4096, 0), ranks=4)
 

@@ -17,7 +17,7 @@ from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
 from speedlight.arrays import array as arrays
-from speedlight.cpu.engine import forward_call as prepare
+from speedlight.cpu.runtime import launch
 from speedlight.host.machine import host_isas
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
@@ -177,7 +177,7 @@ def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len, options
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=33, capacity=77, dtype="int8" if dtype == "float32" else dtype)
     cache.append(0, k, v)
     results, stored = set(), set()
-    for _ in rubbish(prepare):
+    for _ in rubbish(launch):
         results.add(sl.attention(q, k, v, causal=True, **options).tobytes())
         stored.add(cache.attend(0, q).tobytes())
     assert len(results) == len(stored) == 1

@@ -154,16 +154,16 @@ def test_no_thread_can_be_started(with_torch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_no_memory_for_scratch_is_a_memory_error(rng, monkeypatch):
-    from speedlight.cpu.engine import forward_call as prepare
+    from speedlight.cpu.runtime import launch
 
     def full(size: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 30, 16, 16)
     want = sl.attention(q, k, v).tobytes()
-    prepare._scratches.clear()
+    launch._scratches.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "pages", full)
+        patch.setattr(launch, "pages", full)
         with pytest.raises(MemoryError, match="bytes of scratch cannot be reserved"):
             sl.attention(q, k, v)
     assert sl.attention(q, k, v).tobytes() == want

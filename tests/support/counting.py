@@ -15,4 +15,4 @@ SDPA, FLASH = "scaled_dot_product_attention", "_scaled_dot_product_flash_attenti
 def counted():
     report(reset=True)
     yield
-    assert not sl.torch.routing.ours(), "a test left its thread asking for speedlight"
+    assert not sl.torch.routing.is_ours(), "a test left its thread asking for speedlight"

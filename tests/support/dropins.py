@@ -8,7 +8,6 @@ for each says how it went.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -22,140 +21,16 @@ import dropins_rings
 import sharded_cache
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.experimental._context_parallel._attention as theirs
-import torch.nn.functional as F
 from sharded_cache import FULL, HEADS, refused
-from torch.distributed.device_mesh import init_device_mesh
 from turns import make_in_turn
 from whole_tensors import close, drawn_tensors, gradients, shard, traced
 
 import speedlight as sl
 import speedlight.distributed as sd
-import speedlight.torch
 import speedlight.transformers
 from speedlight import reference
-from speedlight.distributed import templated
 
 TIMEOUT = 120  # seconds; nothing here waits for it
-
-# --- PyTorch's ring
-
-
-def case_context_parallel() -> None:
-    """PyTorch's context_parallel() and its scaled_dot_product_attention(), forward and backward."""
-    ranks = dist.get_world_size()
-    if not FULL:  # DTensor's first operation imports a compiler in every process
-        return
-    mesh = init_device_mesh("cpu", (ranks,))
-    for causal in (True, False):
-        q, k, v, flow = drawn_tensors(24 * ranks)
-        want = gradients(q, k, v, flow, causal=causal)
-        parts = [x.clone() for x in (q, k, v, flow)]
-        theirs._cp_options.enable_load_balance = causal
-        named = {"buffers": parts, "buffer_seq_dims": [2] * 4, "no_restore_buffers": set(parts)}
-        with sd.context_parallel(mesh, **named):
-            inputs = [x.requires_grad_() for x in parts[:3]]
-            out = F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True, scale=0.3)
-            out.backward(parts[3])
-        got = [out.detach(), *(x.grad for x in inputs)]
-        close(theirs.context_parallel_unshard(mesh, got, [2] * 4), want)
-    theirs._cp_options.enable_load_balance = True
-    assert not [x for x in theirs.custom_ops if "for_cpu" in str(x)]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    attend = F.scaled_dot_product_attention
-    with sd.context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
-        said = refused(lambda: sd.context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]).__enter__())
-        assert said.startswith("context_parallel: expected none around this one"), said
-        assert "dropout_p: expected none" in refused(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1))
-        ring = theirs.custom_ops[flash]
-        assert "attn_mask: expected none" in refused(lambda: ring(flash, (q, q, q), {"attn_mask": flow}))
-        assert "dropout_p: expected none" in refused(lambda: ring(flash, (q, q, q, 0.1, True), {}))
-    assert F.scaled_dot_product_attention is attend
-
-
-def case_context_parallel_refusals() -> None:
-    """What PyTorch takes for granted, and what its ring has not, are told before anything is sent."""
-    mesh, x = init_device_mesh("cpu", (dist.get_world_size(),)), torch.ones(1, 2, 2 * dist.get_world_size(), 4)
-    two = init_device_mesh("cpu", (1, dist.get_world_size()))
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("buffers: expected one tensor at least", {"buffers": None}),
-        (
-            "buffers: expected one tensor at least, and in buffer_seq_dims a dimension of each; got 1 and 2",
-            {"buffer_seq_dims": [2, 2]},
-        ),
-        ("buffer_seq_dims: expected dimensions of tensors of shape", {"buffer_seq_dims": [9]}),
-        ("mesh: expected a DeviceMesh of one dimension", {"mesh": two}),
-        ("mesh: expected a DeviceMesh of one dimension; got None", {"mesh": None}),
-    ]
-    if dist.get_world_size() > 1:
-        wrong.append(("buffers: expected lengths that divide by", {"buffers": [x[:, :, 1:]]}))
-    for text, options in wrong:
-        with contextlib.ExitStack() as stack:
-            given = {"mesh": mesh, "buffers": [x], "buffer_seq_dims": [2]} | options
-            said = refused(lambda given=given: stack.enter_context(sd.context_parallel(**given)))
-            assert said.startswith(text), said
-    before, flash = dict(theirs.custom_ops), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    theirs.custom_ops[flash] = None
-    said = refused(lambda: sd.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]).__enter__())
-    assert said.startswith("context_parallel: expected none around this one"), said
-    del theirs.custom_ops[flash]
-    assert theirs.custom_ops == before
-    attend = templated._checking(F.scaled_dot_product_attention)
-    assert attend(x, x, x, enable_gqa=True).shape == x.shape
-    assert "attn_mask: expected none under context_parallel()" in refused(lambda: attend(x, x, x, x))
-    assert "dropout_p: expected none under context_parallel()" in refused(lambda: attend(x, x, x, None, 0.1))
-    assert "value: expected head_dim 4, as query has" in refused(lambda: attend(x, x, x[..., :2]))
-    compiled = torch.compile(lambda x: attend(x, x, x), backend="eager", fullgraph=True)
-    said = refused(lambda: compiled(x), torch._dynamo.exc.Unsupported)
-    assert "context_parallel: expected scaled_dot_product_attention() outside of a graph" in said, said
-
-
-def case_other_releases() -> None:
-    """Of which nothing is known are told, with the way out; an op alone is a block of the whole."""
-    q, k, v, flow = drawn_tensors(48)
-    want, ops = gradients(q, k, v, flow, causal=True), sd.ring_ops()
-    out, lse = ops.forward(q, k, v, is_causal=True, scale=0.3)
-    flow, q, out, lse = flow[:, :, 24:], q[:, :, 24:], out[:, :, 24:], lse[:, :, 24:].contiguous()
-    blocks = [(x[:, :, a:b], y[:, :, a:b]) for x, y in [(k, v)] for a, b in ((0, 24), (24, 48))]
-    early, late = (
-        ops.backward(flow, q, *both, out, lse, is_causal=at > 0, scale=0.3) for at, both in enumerate(blocks)
-    )
-    close([out, early[0] + late[0]], [x[:, :, 24:] for x in want[:2]])
-    close([out, q, late[1], late[2]], [want[0][:, :, 24:], q.double(), *(x[:, :, 24:] for x in want[2:])])
-    release, function = torch.__version__, theirs._templated_ring_attention
-    try:
-        torch.__version__ = "2.14.0"
-        assert "torch: expected 2.13, whose private ring attention is known; got 2.14.0" in refused(sd.ring_ops)
-        torch.__version__ = release
-        theirs._templated_ring_attention = lambda group, op: None
-        said = refused(sd.ring_ops)
-        assert (
-            said.startswith("torch: expected _templated_ring_attention(group, seq_dim, op, query")
-            and "group, op" in said
-        )
-        assert said.endswith("speedlight.distributed.attention() needs nothing private of PyTorch's.")
-    finally:
-        torch.__version__, theirs._templated_ring_attention = release, function
-
-
-def case_ring_ops() -> None:
-    """The private functions themselves, by either way of passing blocks on."""
-    ranks, ops = dist.get_world_size(), sd.ring_ops()
-    if not FULL:  # as above
-        return
-    q, k, v, flow = drawn_tensors(24 * ranks)
-    want = gradients(q, k, v, flow, causal=True)
-    group, scale = dist.group.WORLD, 0.3
-    for method in ("allgather", "alltoall"):
-        theirs.set_rotate_method(method)
-        mine = [shard(x, "zigzag") for x in (q, k, v, flow)]
-        out, lse = theirs._templated_ring_attention(group, 2, ops.forward, *mine[:3], is_causal=True, scale=scale)
-        found = theirs._templated_ring_attention_backward(
-            group, 2, ops.backward, mine[3], "grad_out", *mine[:3], out, lse, True, scale=scale
-        )
-        close([out, *found], [shard(x, "zigzag") for x in want])
-    theirs.set_rotate_method("allgather")
-
 
 # --- DeepSpeed
 

@@ -86,3 +86,32 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, at: list[int], interleaved: bool
 def offsets(*lengths: int) -> Tensor:
     """From 0, as int32."""
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+def made(seed: int, *shapes: tuple[int, ...], grad: bool = False) -> list[Tensor]:
+    """Tensors of these shapes."""
+    torch.manual_seed(seed)
+    return [torch.randn(shape, requires_grad=grad) for shape in shapes]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Of float32 against float64."""
+    torch.testing.assert_close(found.double(), expected.double(), atol=3e-6, rtol=2e-5)
+
+
+def agree(found: Any, true: Any, inputs: Any = ()) -> None:
+    """Raises unless results are close, and so are the gradients of a fixed sum of them, to each of the inputs."""
+    for x, y in zip(found, true, strict=True):
+        close(x, y)
+    flows = []
+    for outs in (found, true) if inputs else ():
+        torch.manual_seed(99)
+        total = sum([(x.masked_fill(~x.isfinite(), 0).double() * torch.randn(x.shape)).sum() for x in outs])
+        flows.append(torch.autograd.grad(total, inputs))
+    for x, y in zip(*flows, strict=True):
+        close(x, y)
+
+
+def infinite(lse: Tensor) -> Tensor:
+    """Log-sum-exps as flash-attn 2 has them: +inf in a row that sees nothing."""
+    return lse.masked_fill(lse == -math.inf, math.inf)

@@ -7,6 +7,7 @@ from collections import Counter
 from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
+from speedlight.problem.prepared import Prepared
 
 KINDS = (*DTYPES, *CODES)
 
@@ -43,8 +44,11 @@ def check_accounts(pool, sequences):
     assert [pool._others[page] for page in range(pool.pages)] == [max(held[page] - 1, 0) for page in range(pool.pages)]
 
 
+def kept_steps(owner):
+    """Returns the steps of a cache or pool that were checked, or prepared for any lengths."""
+    return [x.value for x in owner._storage.steps.memo._held.values() if isinstance(x.value, Prepared)]
+
+
 def forget_steps(owner):
     """So that the next call is checked and prepared anew."""
-    owner._storage.steps.clear()
-    owner._storage.checked_steps.clear()
-    owner._storage.puts.clear()
+    owner._storage.steps.memo.clear()

@@ -38,11 +38,11 @@ from turns import make_in_turn
 import speedlight as sl
 import speedlight.torch
 from speedlight import distributed, reference
-from speedlight.distributed import turns
 from speedlight.distributed.groups import Peers
 from speedlight.host.machine import current_isa
+from speedlight.problem import key_parts as parts_module
 
-LEAST = turns._LEAST
+LEAST = parts_module._LEAST
 
 
 def whole_of(x: torch.Tensor, case: Case, dim: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ def whole_of(x: torch.Tensor, case: Case, dim: int) -> torch.Tensor:
 def check(case: Case, **more: Any) -> None:
     """One case in every process; rank 0 judges."""
     dim, rng = case.dim, np.random.default_rng(1)
-    turns._LEAST = 1 if case.in_turns else LEAST
+    parts_module._LEAST = 1 if case.in_turns else LEAST
     own = [distributed.shard(x, shard=case.shard, dim=dim).clone() for x in case.arrays]
     for x in own:
         x.requires_grad_(case.gradients)
@@ -176,7 +176,7 @@ def short(world: int) -> Iterator[str]:
 
 def learned(world: int) -> Iterator[str]:
     """What flows to tables and sinks adds up over processes, and over turns of heads."""
-    rng, turns._LEAST = np.random.default_rng(3), 1
+    rng, parts_module._LEAST = np.random.default_rng(3), 1
     arrays = [tensor(rng, "bhld", 1, 4, 40, 16) for _ in range(3)]
     found = []
     for alone in (True, False):

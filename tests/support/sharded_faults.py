@@ -66,7 +66,7 @@ def refusals(world: int) -> Iterator[str]:
     """What differs, or is wrong in one process, is an error in all; the group goes on."""
     rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
     last = rank == world - 1
-    told = "" if last else f"group: expected calls that fit; rank {world - 1} raised: "
+    told = "" if last else f"group: rank {world - 1} failed before the exchange: "
     wrong: list[tuple[str, str, Callable[[], Any]]] = [
         ("causal", "causal: expected the same in every process; got ", lambda: call(x, causal=last)),
         ("dtype", "q: expected the same in every process; got float", lambda: call(x.double() if last else x)),
@@ -137,7 +137,7 @@ def lookups(world: int) -> Iterator[str]:
             call(x, mask=lambda b, h, i, j, shown=shown: shown[row[i]] > 0, method=method)
         except sl.ArgumentError as error:
             mine = last or method == "ulysses"  # where every process has all rows
-            told = "" if mine else f"group: expected calls that fit; rank {world - 1} raised: "
+            told = "" if mine else f"group: rank {world - 1} failed before the exchange: "
             assert text and str(error).startswith(told + text), error
         else:
             assert not text, f"{method}: no error"
@@ -163,17 +163,17 @@ def second(world: int) -> Iterator[str]:
 
 def interrupted(world: int) -> Iterator[str]:
     """Between what all agree on and the first message, too: the group's calls have not all ended."""
-    x, attend = torch.randn(1, 4, 8, 16), ways.Way.attended
+    x, attend = torch.randn(1, 4, 8, 16), ways.Execution.attended
     for kind, refused in ((KeyboardInterrupt, True), (sl.UnsupportedError, False)):
         group = dist.new_group()
 
         def stops(*_: Any, kind: type[BaseException] = kind) -> Any:
             raise kind("here")
 
-        ways.Way.attended = stops  # type: ignore[method-assign]
+        ways.Execution.attended = stops  # type: ignore[method-assign]
         with contextlib.suppress(kind):
             call(x, group=group)
-        ways.Way.attended = attend  # type: ignore[method-assign]
+        ways.Execution.attended = attend  # type: ignore[method-assign]
         try:
             call(x, group=group)
         except sl.CommunicationError as error:

@@ -111,7 +111,7 @@ def refusals(world: int) -> Iterator[str]:
     """What there is not on a GPU is refused in all processes, before anything is sent; and the group goes on."""
     rank, x = dist.get_rank(), torch.randn(1, 1, 8, 16, device=DEVICE)
     followed = x.clone().requires_grad_(rank == world - 1)
-    told = "" if rank == world - 1 else f"group: expected calls that fit; rank {world - 1} raised: "
+    told = "" if rank == world - 1 else f"group: rank {world - 1} failed before the exchange: "
     wrong: list[tuple[str, Callable[[], Any]]] = [
         ("exact: expected False for tensors on a GPU; got True", lambda: call(x, exact=True)),
         ("q: expected float32, float16 or bfloat16 on a GPU; got float64", lambda: call(x.double())),

@@ -59,20 +59,8 @@ def test_the_example(tmp_path):
 def test_files_come_back(here, rng, tmp_path, dtype, suffix):
     q, k, v = qkv(rng, dtype, 1, 2, 2, 20, 30, 8, 8)
     write_arrays(tmp_path / f"in{suffix}", {"a": q, "b": k, "c": v})
-    done = here(
-        "attend",
-        tmp_path / f"in{suffix}",
-        "--q",
-        "a",
-        "--k",
-        "b",
-        "--v",
-        "c",
-        "--json",
-        "-o",
-        tmp_path / f"out{suffix}",
-        "--check",
-    )
+    words = ["--q", "a", "--k", "b", "--v", "c", "--json", "--check"]
+    done = here("attend", tmp_path / f"in{suffix}", *words, "-o", tmp_path / f"out{suffix}")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["check"]["passed"] and report["out"] == {"shape": [1, 2, 20, 8], "dtype": dtype}
@@ -96,42 +84,6 @@ def test_three_npy_files(here, rng, tmp_path):
     done = here("attend", *(tmp_path / f"{n}.npy" for n in "qkv"), "--check", "-o", tmp_path / "out.npy")
     assert done.returncode == 0, done.stderr
     assert np.load(tmp_path / "out.npy").shape == (1, 1, 5, 4)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["attend", "missing.safetensors"], "missing.safetensors: No such file"),
-        (["attend", EXAMPLE, "--q", "x"], "--q: expected one of k, q, v; got 'x'"),
-        (["attend", EXAMPLE, "--layout", "xyz"], "--layout: expected 'bhld'"),
-        (["attend", EXAMPLE, "-o", "/nowhere/o.npz"], "--output: expected a directory"),
-        (["attend", EXAMPLE, "-o", "o.txt"], "o.txt: expected an output name"),
-        (["attend", EXAMPLE, "--causal", "--top-left"], "--top-left: expected either"),
-        (["attend", __file__], "expected a .safetensors, .npz or .npy file"),
-        (["attend", EXAMPLE, "--mask", "softcap(3)"], "mask: expected a mask; got the score"),
-        (["attend", EXAMPLE, "--mask", "i"], "mask: expected a bool result"),
-        (["view", "--mask", "causal() &", "-o", "m.png"], "--mask: expected a formula"),
-        (["view", "--mask", "__import__('os')", "-o", "m.png"], "--mask: expected one of the names b, h, i, j, causal"),
-        (
-            ["view", "--mask", "i.node", "-o", "m.png"],
-            "--mask: expected numbers, operators, patterns and functions; got Attribute",
-        ),
-        (["view", "--mask", "[j for j in i]", "-o", "m.png"], "got ListComp"),
-        (["view", "--mask", "9 ** 9 < i", "-o", "m.png"], "--mask: expected no power"),
-        (["view", "--mask", "window('a')", "-o", "m.png"], "--mask: expected numbers; got 'a'"),
-        (["view", "--mask", "window()", "-o", "m.png"], "--mask: 'window()': window() missing"),
-        (["attend", EXAMPLE, "--score", "softcap(0)"], "--score: 'softcap(0)': c: expected a positive number"),
-        (["attend", EXAMPLE, "--mask", "window(-1)"], "--mask: 'window(-1)': left: expected an int from 0"),
-        (["attend", EXAMPLE, "--mask", "prefix(0.5) & (i > 1)"], "--mask: 'prefix(0.5) & (i > 1)': n: expected an int"),
-        (["view", "--mask", "causal()", "-o", "m.txt"], "--output: expected a name that ends in .png"),
-        (["view", "--mask", "causal()", "-o", "/nowhere/m.png"], "--output: expected a directory"),
-        (["view", "--mask", "causal()", "-o", "m.png", "--head", "3"], "--head: expected 0 to 0; got 3"),
-        (["view", "--mask", "causal()", "-o", "m.png", "--length", "-3"], "--length: expected a size"),
-    ],
-)
-def test_errors_are_one_line(here, words, says):
-    done = here(*words)
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
 
 
 def test_view_draws_the_tiles_that_are_computed(here, tmp_path):
@@ -246,36 +198,22 @@ def test_info_and_clear(here, tmp_path, monkeypatch):
 def test_show(here, unit, tmp_path):
     report = json.loads(here("show", "--isa", unit, "--dtype", "bfloat16", "--mask", "window(100, 0)", "--json").stdout)
     assert report["isa"] == unit and unit in report["kernel"] and "score_tile" in report["functions"]
-    assert 8 <= report["registers"] <= 32 and report["instructions"] == sum(
-        f["instructions"] for f in report["functions"].values()
-    )
+    counts = [x["instructions"] for x in report["functions"].values()]
+    assert 8 <= report["registers"] <= 32 and report["instructions"] == sum(counts)
     assert here("show", "--isa", unit, "--q-len", 1, "--k-len", 500, "--ir").stdout.startswith("; ModuleID")
     done = here("show", "--isa", unit, "--asm", "-o", tmp_path / "k.s")
     assert done.returncode == 0 and "forward_f32" in (tmp_path / "k.s").read_text()
-
-
-@pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1: shows another kernel in the same way")
-def test_show_of_gradients(here):
-    report = json.loads(here("show", "--backward", "--isa", "avx2", "--causal", "--json").stdout)
-    assert report["kernel"].startswith("backward_f32_avx2") and report["panels"] == 8
-    assert {"task", "region"} <= set(report["functions"]) and report["tile_rows"] >= 1
-    assert here("show", "--backward", "--isa", "avx2", "--ir").stdout.startswith("; ModuleID")
+    if FULL:
+        report = json.loads(here("show", "--backward", "--isa", unit, "--causal", "--json").stdout)
+        assert report["kernel"].startswith(f"backward_f32_{unit}") and {"task", "region"} <= set(report["functions"])
+        assert (report["tile_rows"] >= 1 and report["panels"] == 8) or unit != "avx2"
+        assert here("show", "--backward", "--isa", unit, "--ir").stdout.startswith("; ModuleID")
 
 
 def test_view_of_weights(here, tmp_path):
     pytest.importorskip("matplotlib")
-    words = [
-        "view",
-        EXAMPLE,
-        "--head",
-        0,
-        "--head",
-        3,
-        "--labels",
-        EXAMPLE.parent / "minilm-tokens.txt",
-        "--span",
-        "0:42",
-    ]
+    labels = EXAMPLE.parent / "minilm-tokens.txt"
+    words = ["view", EXAMPLE, "--head", 0, "--head", 3, "--labels", labels, "--span", "0:42"]
     done = here(*words, "-o", tmp_path / "w.png")
     assert done.returncode == 0 and (tmp_path / "w.png").stat().st_size > 20_000, done.stderr
     assert "largest weight 0.829" in done.stdout
@@ -320,11 +258,10 @@ def test_weights_are_those_of_attention(rng):
 
 def test_bench(here, tmp_path):
     words = ["bench", "--q-len", 64, "--head-dim", 16, "--turns", 1, "--dtype", "float32"]
-    done = here(*words, "--peer", "torch", "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png")
-    assert done.returncode == 0 and "N64 d16 causal" in done.stdout, done.stderr
+    done = here(*words, "--peer", "torch", "-o", tmp_path / "r.json")
+    assert done.returncode == 0 and "N64 d16 causal" in done.stdout and "torch" in done.stdout, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert len(report["rows"]) == 2 and all(r["gflops"] > 0 and len(r["ratios"]["torch"]) == 5 for r in report["rows"])
-    assert (tmp_path / "r.png").stat().st_size > 10_000
     missing = json.loads(here(*words, "--peer", "jax", "--json").stdout)
     assert "jax" in missing["missing"] or "jax" in missing["rows"][0]["ratios"]
 
@@ -337,114 +274,3 @@ def test_bench_of_gradients(here, tmp_path):
     assert len(rows) == 4 and all(len(r["ratios"]["torch"]) == 5 and not r["notes"] for r in rows)
     assert all(r["kernel"].startswith("backward") and r["gflops"] > 0 for r in rows)
     assert rows[0]["flops"] == 2 * 300 * 300 * 10 * 16
-
-
-def test_bench_of_models(here, tmp_path, monkeypatch):
-    """Small ones; the whole, attention alone, and one whose results differ."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from speedlight.tools import language_models, models
-
-    def problems(kind):
-        yield models._gpt(torch.float32, layers=1, dim=16, heads=2, length=20)
-        yield models._documents(False, heads=1, length=64, head_dim=8)
-        wrong = models._float_mask(8, 1, heads=1, length=16)
-        zeros = models.Contender(lambda: ([torch.zeros_like(x) for x in wrong.contenders["torch"].run()[0]], None))
-        yield wrong._replace(contenders=wrong.contenders | {"torch": zeros})
-
-    monkeypatch.setattr(models, "problems", problems)
-    monkeypatch.setattr(language_models, "problems", lambda kind: iter(()))
-    words = ["bench", "--models", "--turns", 1, "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
-    done = here(*words)
-    assert done.returncode == 1 and "attention of it" in done.stdout and "  torch dense" in done.stdout, done.stderr
-    gpt, flex, wrong = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert gpt["attention"]["torch"][0] > 0 and "attention" not in flex and len(flex["ratios"]["torch dense"]) == 5
-    assert wrong["refused"] == "torch has another result than ours, by 1" and "ratios" not in wrong
-    assert (tmp_path / "r.png").stat().st_size > 10_000
-    assert "--only: expected one of gpt," in here("bench", "--models", "--only", "cats").stderr
-    assert "--only: expected --models, --ranks or" in here("bench", "--only", "gpt").stderr
-    assert "--models: expected no more than" in here("bench", "--models", "--q-len", 5).stderr
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_bench_refuses_wrong_gradients(monkeypatch, at):
-    from speedlight.tools import bench
-
-    def wrong(*arrays, **options):
-        results = backward(*arrays, **options)
-        results[at][0, 0, -1 if at == 0 else 0, 0] += 1e-2
-        return results
-
-    backward = sl.attention_backward
-    monkeypatch.setattr(sl, "attention_backward", wrong)
-    (row,) = bench._measured([("float32", 1, 300, 16, True)], [], 1, {}, backward=True)
-    assert row["refused"] == "1 elements outside the bound" and "gflops" not in row
-
-
-def test_bench_refuses_wrong_results(monkeypatch, capsys):
-    from speedlight.tools import bench
-
-    monkeypatch.setattr(bench, "check", lambda *_: "3 elements outside the bound")
-    (row,) = bench._measured([("float32", 1, 16, 16, False)], [], 1, {})
-    assert row["refused"] == "3 elements outside the bound" and "gflops" not in row
-
-
-def test_a_peer_with_another_result_is_no_peer(monkeypatch):
-    from speedlight.tools import bench, measuring
-
-    monkeypatch.setitem(measuring.PEERS, "torch", lambda dtype, arrays, causal: lambda: arrays[0] * 2)
-    (row,) = bench._measured([("float32", 1, 16, 16, False)], ["torch"], 1, {})
-    assert not row["ratios"] and "another result than ours" in row["notes"]["torch"]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["plan", "--q-len", "-1"], "--q-len: expected a size"),
-        (["plan", "--q-len", "5", "--dtype", "int3"], "--dtype: expected"),
-        (["plan", "--q-len", "5", "--mask", "foo()"], "--mask: expected one of the names"),
-        (["plan", "--q-len", "5", "--mask", "bh > 1"], "--mask: expected one of the names b, h, i, j, causal"),
-        (["plan", "--q-len", "5", "--mask", "1 << -1"], "--mask: '1 << -1': negative shift count"),
-        (
-            ["plan", "--q-len", "5", "--mask", " | ".join(f"(i == {n})" for n in range(3000))],
-            "less deeply nested; got '(i == 0)",
-        ),
-        (["plan", "--q-len", "5", "--mask", "i < 1 << 100000"], "--mask: 'i < 1 << 100000': "),
-        (["show", "--isa", "sse2"], "expected one of avx512bf16"),
-        (["show", "--ir", "--asm"], "--asm: expected either"),
-        (["show", "-o", "x.s"], "--output: expected --ir or --asm"),
-        (["view", EXAMPLE, "--head", "12", "-o", "x.png"], "--head: expected 0 to 11; got 12"),
-        (["view", EXAMPLE, "--item", "1", "-o", "x.png"], "--item: expected 0 to 0"),
-        (["view", EXAMPLE, "--span", "40:3", "-o", "x.png"], "--span: expected positions"),
-        (["view", EXAMPLE, "--span", "200:214", "-o", "x.png"], "--span: expected positions from 0 to 213"),
-        (["view", EXAMPLE, "--span", "all", "-o", "x.png"], "--span: expected first:end"),
-        (["view", EXAMPLE, "--labels", EXAMPLE, "-o", "x.png"], "--labels:"),
-        (["view", EXAMPLE, "--q-len", "5"], "--q-len: expected no file beside it; got one."),
-        (["view", "--causal", "--q", "a"], "--q: expected a file with q and k beside it; got none."),
-        (["view", "-o", "x.png"], "--mask: expected a mask to draw"),
-        (["view", EXAMPLE, "-o", "x.bmp"], "--output: expected a name that ends in .png"),
-        (["bench", "--dtype", "int8"], "--dtype: expected some of"),
-        (["bench", "--length", "0"], "--length: expected sizes from 1"),
-        (["bench", "--q-len", "0"], "--q-len: expected sizes from 1"),
-        (["bench", "--mask", "half"], "--mask: expected full, causal or both"),
-        (["bench", "--peer", "numpy"], "--peer: expected some of"),
-        (["bench", "-o", "/no/such/x.json"], "--output: expected a name"),
-        (["bench", "--base", "no-such-commit"], "got 'no-such-commit' (fatal: "),
-        (["bench", "--backward", "--peer", "jax"], "--peer: expected some of torch, or none beside --backward"),
-        (["plan", "--q-len", "5", "--latency", "1"], "--latency: expected --ranks beside it; got 1.0 alone."),
-        (["plan", "--q-len", "5", "--ranks", "0"], "--ranks: expected 1 to 2,048"),
-        (
-            ["plan", "--q-len", "5", "--ranks", "2", "--shard", "zig"],
-            "--shard: expected 'auto' or one of 'contiguous',",
-        ),
-        (["bench", "--ranks", "1"], "--ranks: expected 2 to 64; got 1."),
-        (["bench", "--ranks", "3", "--only", "ulysses"], "--only: expected another one beside --ranks=3"),
-        (["bench", "--ranks", "2", "--only", "gpt"], "--only: expected one of ring, ulysses, exact, window"),
-        (["bench", "--ranks", "2", "--models"], "--ranks: expected no more than --only, --turns, --output, and --json"),
-        (["plan", "--q-len", "5", "--backward", "--device", "cuda"], "--backward: expected False, or the CPU"),
-    ],
-)
-def test_bad_words_of_the_other_commands(here, words, says):
-    done = here(*words)
-    assert done.returncode == 2 and says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert done.stdout == ""

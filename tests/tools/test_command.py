@@ -31,7 +31,6 @@ def test_options_are_called_as_arguments_are():
         for name, param in params.items():
             if name in SIZES:
                 assert f"--{name.replace('_', '-')}" in param.opts
-        assert not set(options.OLD) & {x.removeprefix("--") for param in params.values() for x in param.opts}
         assert "as_json" in params
 
 
@@ -53,73 +52,10 @@ def test_python_runs_the_package(monkeypatch, capsys):
     assert not end.value.code and capsys.readouterr().out == f"speedlight {sl.__version__}\n"
 
 
-def test_old_names_mean_the_new_ones(here):  # noqa: F811
-    old = ["--length", 300, "--keys", 500, "--heads", 4]
-    new = ["--q-len", 300, "--k-len", 500, "--q-heads", 4]
-    one, other = (json.loads(here("plan", *words, "--json").stdout) for words in (old, new))
-    assert one["problem"] == other["problem"] and other["problem"]["q_lengths"] == [300]
-    assert (other["problem"]["q_heads"], other["problem"]["k_lengths"]) == (4, [500])
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("plan", "--q-len: expected a value; got none. `speedlight plan --help` says which."),
-        ("plan --q-len", "--q-len: expected a value; got none. `speedlight plan --help` says more."),
-        ("plan --q-len x", "--q-len: expected a whole number; got 'x'."),
-        ("plan --length=x", "--length: expected a whole number; got 'x'."),
-        ("plan --q-len 5 --dropout x", "--dropout: expected a number; got 'x'."),
-        ("plan --q-len 5 --causal=1", "--causal: expected no value; got one. `speedlight plan --help` says more."),
-        ("plan --q-lenn 5", "--q-lenn: expected an option that `speedlight plan --help` lists. Did you mean "),
-        ("plan --q-len 5 more", "(more). `speedlight plan --help` says what there is."),
-        ("plann", "No such command 'plann'"),
-        ("attend", "files: expected a file; got none."),
-        ("plan --q-len 5 --q-heads 3 --kv-heads 2", "--kv-heads: expected a number that divides --q-heads=3; got 2."),
-        ("plan --q-len 5 --heads 3 --kv-heads 2", "--kv-heads: expected a number that divides --heads=3; got 2."),
-        ("plan --q-len 5 --heads -1", "--heads: expected a size from 0"),
-        ("plan --q-len 5 --head-dim 0", "--head-dim: expected a size from 1"),
-        ("plan --q-len 5 --value-dim 0", "--value-dim: expected a size from 1"),
-        ("plan --q-len 5 --batch -1", "--batch: expected a size"),
-        ("plan --q-len 5 --keys -1", "--keys: expected a size"),
-        ("plan --q-len 5 --window 3", "--window: expected LEFT,RIGHT such as 1023,0"),
-        ("plan --q-len 5 --window=-3,0", "--window: expected a size from 0"),
-        ("plan --q-len 5 --window=-1,0", "got '-1,0'. Write --window=,0."),
-        ("plan --q-len 5 --mask causal", "--mask: expected a call; got causal alone. Write causal() in 'causal'."),
-        ("plan --q-len 5 --mask 'j <= i and j > 3'", "--mask: expected & in place of 'and'"),
-        ("plan --q-len 5 --mask 'not j <= i'", "--mask: expected ~ in place of 'not'"),
-        ("plan --q-len 5 --mask 'lambda b, h, i, j: j <= i'", "--mask: expected what follows the colon of a lambda"),
-        ("plan --q-len 5 --dropout 2 --seed 1", "--dropout: expected a probability"),
-        (
-            "plan --q-len 5 --dropout .5",
-            "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7.",
-        ),
-        ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
-        ("plan --q-len 5 --device tpu", "--device: expected "),
-        ("tune --device tpu", "--device: expected cpu, cuda, cuda:0, …; got 'tpu'"),
-        ("bench --ranks 2 --peer torch", "beside it; got --peer."),
-        ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
-        ("show --q-len -1", "--q-len: expected a size"),
-        ("tune --kind x", "--kind: expected one of full, masked, decode; got 'x'."),
-        ("tune --head-dim 65", "--head-dim: expected one of 64, 128, 256, 512; got 65."),
-        ("tune --dtype int8", "--dtype: expected one of float16, bfloat16, float32; got 'int8'."),
-        ("tune --turns 0", "--turns: expected at least 1; got 0."),
-        ("tune --turns 6", "--turns: expected at least 7 of a CPU, to tell gains from noise; got 6."),
-        ("tune --dtype float16", "--dtype: expected --device cuda beside it; a CPU has no tiles to choose."),
-        ("bench --heads 0", "--heads: expected sizes from 1"),
-        ("bench --mask half", "--mask: expected full, causal or both; got 'half'. It is called --causal now."),
-        ("view -o m.png", "--mask: expected a mask to draw (or --causal, --window)"),
-    ],
-)
-def test_errors_name_what_was_typed(here, words, says):  # noqa: F811
-    done = here(*shlex.split(words))
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("speedlight: ") and says in done.stderr
-
-
 def test_words_that_are_not_arguments_stay():
     text = "mask: a mask with causal, a window and k_len-1 of x.q_len('k_len') but seed=7, dropout= and k_len"
-    assert typed.as_typed(text, GROUP, ["plan", "--keys", "3"]) == (
-        "--mask: a mask with causal, a window and k_len-1 of x.q_len('k_len') but --seed=7, dropout= and --keys"
+    assert typed.as_typed(text, GROUP, ["plan", "--k-len", "3"]) == (
+        "--mask: a mask with causal, a window and k_len-1 of x.q_len('k_len') but --seed=7, dropout= and --k-len"
     ).replace("dropout= ", "--dropout ").replace("dropout=", "--dropout=")
     assert typed.as_typed(text, GROUP, []) == text
 
@@ -192,24 +128,17 @@ def test_counting_says_how_far_it_is(monkeypatch, other):
     assert pairs == sl.plan(q_heads=8, q_len=300, head_dim=64, mask=whole.problem.mask, exact=True).visible_pairs
 
 
-@pytest.mark.parametrize("hiding", ["h > 1", "h >= 0"])
-def test_heads_that_a_mask_tells_apart_are_not_computed_alone(rng, monkeypatch, hiding):
-    """A long call goes head by head, in which each would be head 0."""
-    monkeypatch.setattr(attending, "_LONG", 0.0)
-    q, k, v = qkv(rng, "float32", 1, 4, 2, 20, 30, 8, 8)
-    given = {"layout": "bhld"} | options.hidden_by(False, None, hiding, None)
-    out, lse, _ = attending._attend([q, k, v], given, sl.plan(q, k, v, **given))
-    want, want_lse = sl.attention(q, k, v, **given, return_lse=True)
-    assert out.tobytes() == want.tobytes() and lse.tobytes() == want_lse.tobytes()
-
-
-@pytest.mark.parametrize("layout", ["bhld", "blhd", "lhd"])
-def test_heads_alone_have_the_same_bits(rng, monkeypatch, layout):
+@pytest.mark.parametrize(
+    ("layout", "mask"), [("bhld", None), ("blhd", None), ("lhd", None), ("bhld", "h > 1"), ("bhld", "h >= 0")]
+)
+def test_a_call_head_by_head_has_the_same_bits(rng, monkeypatch, layout, mask):
+    """Heads that a mask tells apart are not computed alone: each would be head 0."""
     monkeypatch.setattr(attending, "_LONG", 0.0)
     q, k, v = qkv(rng, "float32", 1, 4, 2, 20, 30, 8, 8)
     turned = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (0, 2, 1, 3)}[layout]
     arrays = [x.transpose(turned)[0] if layout == "lhd" else x.transpose(turned) for x in (q, k, v)]
-    given = {"layout": layout, "causal": layout != "lhd"}
+    causal = layout != "lhd" and mask is None
+    given = {"layout": layout} | options.hidden_by(causal, None, mask, None)
     plan = sl.plan(*arrays, **given)
     out, lse, _ = attending._attend(arrays, given, plan)
     want, want_lse = sl.attention(*arrays, **given, return_lse=True)
@@ -220,13 +149,67 @@ def test_heads_alone_have_the_same_bits(rng, monkeypatch, layout):
     assert not attending._check(arrays, given, plan.problem, out, lse)["passed"]
 
 
+MASKS = """
+import speedlight as sl
+band = sl.causal() & sl.window(3, 0)
+def heads(b, h, i, j): return (j <= i) & (h > 1)
+def number(b, h, i, j): return i
+def half(s, b, h, i, j): return s / 2
+three = 3
+"""
+
+
+def test_masks_and_scores_come_from_a_file(here, tmp_path):  # noqa: F811
+    (tmp_path / "my masks.py").write_text(MASKS)
+    words = ["plan", "--q-len", 50, "--q-heads", 4, "--json", "--mask"]
+    typed_one = json.loads(here(*words, "causal() & window(3, 0)").stdout)
+    of_file = json.loads(here(*words, f"{tmp_path}/my masks.py:band").stdout)
+    assert of_file == typed_one and of_file["visible_pairs"] == 4 * (4 * 50 - 6)
+    exact = json.loads(here(*words, f"{tmp_path}/my masks.py:heads", "--exact").stdout)
+    assert exact["visible_pairs"] == 2 * 50 * 51 // 2
+    done = here("attend", EXAMPLE, "--score", f"{tmp_path}/my masks.py:half", "--check", "--json")
+    assert json.loads(done.stdout)["check"]["passed"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("number", "m.py: number: expected a bool result of number() in"),
+        ("three", "m.py: three: expected a function, a pattern such as sl.causal()"),
+        ("half", "m.py: half: expected the arguments (b, h, i, j) of a mask; got a function of 5 arguments."),
+        ("none", "m.py: expected one of its names band, half, heads, number, sl, three; got 'none'."),
+    ],
+)
+def test_errors_of_a_masks_file_name_it(here, tmp_path, name, says):  # noqa: F811
+    (tmp_path / "m.py").write_text(MASKS)
+    done = here("plan", "--q-len", 5, "--mask", f"{tmp_path}/m.py:{name}")
+    assert done.returncode == 2 and "--mask: " in done.stderr and says in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1 / 0", "expected a file that Python runs; got ZeroDivisionError: division by zero."),
+        ("def (", "expected a file that Python runs; got SyntaxError: "),
+        (None, "No such file or directory."),
+    ],
+)
+def test_a_masks_file_that_does_not_run_is_named(here, tmp_path, text, says):  # noqa: F811
+    if text is not None:
+        (tmp_path / "m.py").write_text(text)
+    done = here("view", "--mask", f"{tmp_path}/m.py:x", "-o", tmp_path / "m.png")
+    assert done.returncode == 2 and done.stderr.startswith(f"speedlight: --mask: {tmp_path}/m.py: {says}")
+
+
 def test_weights_of_a_head_obey_its_own_mask(rng, tmp_path):
     pytest.importorskip("matplotlib")
     q, k, _ = qkv(rng, "float32", 2, 2, 2, 6, 6, 8, 8)
-    of_head = lambda h: options.hidden_by(False, None, "(j <= i) | (h + b < 2)", None, {"b": 1, "h": h})  # noqa: E731
-    for head, last in ((0, 5), (1, 0)):  # the first row sees all keys, or one
-        cells = pictures._cells(q, k, 1, head, of_head(head), (0, 6), (0, 6))
-        assert np.flatnonzero(cells[0]).max() == last
+    (tmp_path / "m.py").write_text("def own(b, h, i, j): return (j <= i) | (h + b < 2)")
+    for mask in ("(j <= i) | (h + b < 2)", f"{tmp_path}/m.py:own"):
+        for head, last in ((0, 5), (1, 0)):  # the first row sees all keys, or one
+            given = options.hidden_by(False, None, mask, None, {"b": 1, "h": head})
+            cells = pictures._cells(q, k, 1, head, given, (0, 6), (0, 6))
+            assert np.flatnonzero(cells[0]).max() == last
 
 
 def test_an_npy_file_holds_out_alone_and_it_says_so(here, tmp_path):  # noqa: F811

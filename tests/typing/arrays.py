@@ -54,7 +54,6 @@ assert_type(cache.attend(0, q, return_lse=True, mask=sl.causal()), tuple[Matrix,
 pool = sl.PagePool(layers=1, pages=300, page_size=16, kv_heads=8, head_dim=64, dtype="int8")
 sequence = pool.sequence()
 assert_type(sequence, sl.PagedSequence)
-of_before: sl.Sequence = sequence
 assert_type(sequence.fork(), sl.PagedSequence)
 assert_type(pool.attend(0, [sequence], packed, packed, packed, new_lengths=[8]), Matrix)
 assert_type(pool.attend(0, (sequence,), packed, return_lse=True), tuple[Matrix, Matrix])

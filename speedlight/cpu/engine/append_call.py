@@ -1,35 +1,40 @@
-"""New tokens on their way into a cache or a pool: which kernel stores them, its arguments, its run."""
+"""AppendCall: new tokens on their way into a cache, a pool or raw pages."""
 
 from __future__ import annotations
 
-import ctypes
-import weakref
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array import DTYPES, STORAGE_BYTES
-from ...host.machine import Isa
+from ...arrays.array import DTYPES, Array, describe
+from ...host.machine import Isa, current_isa
+from ...host.memo import Memo
+from ...host.shortcuts import row_addresses
+from ...problem.prepared import Prepared
+from ...problem.problem import LAYOUTS
 from ...problem.tokens import TokenShape
 from ..memory.blocks import Store
 from ..memory.records import APPEND, BLOCK, ENDLESS, RUN
 from ..memory.shape import AppendShape, Source
-from ..runtime.compile import Kernel, kernel_of
+from ..runtime.compile import Kernel
+from ..runtime.launch import Launch, threads_for
 from ..runtime.tuned import tuning_of
-from ..runtime.workers import run_alone, run_tickets
-from .forward_call import template_of
+from ..runtime.workers import get_threads
 
 _BYTES = 4e9  # per second of a thread that stores tokens, read and written
 _STREAM_BYTES = 8 << 20  # from so much on it goes past the caches: no line is read to be written over
 _TICKET_BYTES = 1 << 16  # read by a ticket, where there are several threads
 _CALL = slice(APPEND.word("k"), APPEND.word("k") + 4)
+_MOST_TOKENS = 64  # of a block of a raw page
+_BY_BYTES = {2: "float16", 4: "float32", 8: "float64"}  # raw tokens are moved as they are
 _IN_PAGE = ("size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column")
 _WORDS, _RUN = len(APPEND.names), len(RUN.names)
 _SLOTS, _LISTS = (slice(_WORDS + RUN.word(name), None, _RUN) for name in ("slot", "list"))
 
 
 class InPage(NamedTuple):
-    """How tokens lie in a raw page: tokens of a block, blocks of the page; distances in bytes."""
+    """The layout of a raw page: tokens of a block, blocks of the page; strides in bytes."""
 
     size: int
     blocks: int
@@ -41,7 +46,7 @@ class InPage(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Where the blocks of a layer's tokens lie: from one head, and one block, to the next; in bytes."""
+    """The layout of the blocks of a layer's tokens: strides of heads and blocks, in bytes."""
 
     shape: TokenShape
     isa: Isa
@@ -55,14 +60,14 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
-        """Of stores whose memory is (…, head, block, bytes)."""
+        """Returns the blocks of stores whose memory is (…, head, block, bytes)."""
         k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
         fixed, around = ring or (ENDLESS, ENDLESS)
         return cls(shape, isa, k_head, k_block, v_head, v_block, fixed, around)
 
 
 class New(NamedTuple):
-    """Keys or values of new tokens: distances in bytes."""
+    """Keys or values of new tokens, as the caller has them: strides in bytes."""
 
     dtype: str
     head: int
@@ -72,106 +77,159 @@ class New(NamedTuple):
     to: list[int]  # and where its blocks do
 
 
-class Put:
+class AppendCall:
     """New tokens of one form, to be stored at any addresses from any slots on.
 
     Never changed once it is used, so that threads may share it.
     """
 
-    __slots__ = (
-        "inline",
-        "loaded",
-        "region_seconds",
-        "seconds",
-        "shape",
-        "template",
-        "threads",
-        "tickets",
-        "within",
-        "words_type",
-    )
-
     def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int, heads: int = 0) -> None:
         """counts: new tokens of each sequence. heads: kv heads of a task of the decode kernel, where its tasks store
         them; else they have a region of their own.
         """
-        tokens, stored = blocks.shape, blocks.shape.dtype
-        stored = DTYPES[stored][0] if stored in DTYPES else stored
-        storages = [DTYPES[x.dtype][0] for x in (k, v)]
-        sizes = [STORAGE_BYTES[x] for x in storages]
-        keys, values = (Source(x, side.column != n) for x, n, side in zip(storages, sizes, (k, v), strict=True))
+        tokens, wants, sizes = blocks.shape, tuning_of(blocks.isa).threading, [_bytes_of(x) for x in (k, v)]
         row = tokens.head_dim * sizes[0] + tokens.value_dim * sizes[1]
-        lines = not (tokens.head_dim % 64 or tokens.value_dim % 64) if blocks.raw is None else blocks.raw.lines
-        streams = sum(counts) * tokens.kv_heads * row >= _STREAM_BYTES and lines
-        streams &= blocks.isa.arch == "x86_64"
-        self.shape = AppendShape(blocks.isa, stored, keys, values, streams, blocks.raw is not None)
-        self.within = heads > 0
-        self._load()
-        self.seconds = 2 * sum(counts) * tokens.kv_heads * row / _BYTES
-        wants = tuning_of(blocks.isa).threading
-        self.inline, self.region_seconds = self.seconds < wants.inline_seconds, wants.region_seconds
-        self.threads = 1 if self.inline else threads
+        moved = sum(counts) * tokens.kv_heads * row
+        seconds = 2 * moved / _BYTES
+        self.counts, self.within, threads = counts, heads > 0, threads_for(seconds, threads, wants)
         size = BLOCK if blocks.raw is None else blocks.raw.size
         most = (max(counts, default=0) + 2 * size - 2) // size  # blocks of a run, wherever it begins
         heads, each = heads or tokens.kv_heads, max(most, 1)
-        if self.threads > 1 and not self.within:
+        if threads > 1 and not self.within:
             # what lies side by side is moved together: heads of a token where they come from, or in a raw page
             apart = k.head > k.row and (blocks.raw is None or blocks.k_head > blocks.raw.k_row)
             heads = 1 if apart else heads
             each = max(1, _TICKET_BYTES // (size * heads * row))
         groups = -(-tokens.kv_heads // heads)
         per_run = groups * -(-most // each)
-        self.tickets = per_run * len(counts)
-        words = {
-            "k_head": k.head, "k_row": k.row, "k_column": k.column,
-            "v_head": v.head, "v_row": v.row, "v_column": v.column,
-            "to_k_head": blocks.k_head, "to_k_block": blocks.k_block,
-            "to_v_head": blocks.v_head, "to_v_block": blocks.v_block,
-            "kv_heads": tokens.kv_heads, "head_dim": tokens.head_dim, "value_dim": tokens.value_dim,
+        words = _words_of(blocks, k, v) | {
             "run_tickets": per_run, "head_groups": groups, "heads": heads, "blocks": each,
-            "fixed": blocks.fixed, "ring": blocks.ring,
         }  # fmt: skip
-        if blocks.raw is not None:
-            words |= dict(zip(_IN_PAGE, blocks.raw[:-1], strict=True))
-        runs = np.zeros((len(counts), _RUN), np.int64)
-        columns = {"count": counts, "k_at": k.items, "v_at": v.items, "to_k_at": k.to, "to_v_at": v.to}
-        for name, column in columns.items():
-            runs[:, RUN.word(name)] = column
-        self.template = template_of(APPEND, words) + runs.tobytes()
-        self.words_type = ctypes.c_int64 * (_WORDS + runs.size)
+        runs, shape = _runs_of(k, v, counts), _shape_of(blocks, k, v, moved)
+        tickets = per_run * len(counts)
+        self.launch = Launch(shape, APPEND, words, tickets, threads, seconds, wants, rest=runs.tobytes())
 
     @property
     def size(self) -> int:
         """Bytes that it keeps alive."""
-        return len(self.template)
+        return self.launch.size
 
-    def _load(self) -> Kernel:
-        kernel = kernel_of(self.shape)
-        self.loaded = weakref.ref(kernel)
-        return kernel
+    def start(
+        self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None
+    ) -> tuple[Kernel, Any] | None:
+        """Stores them, or returns the kernel with which tasks store them, and its arguments, to be held meanwhile.
 
-    def words(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> tuple[Kernel, Any]:
-        """The kernel and its arguments, to be held while it runs. What lies at the first two addresses, of keys and
-        values, goes into the blocks at the other two.
-
-        slots: of each sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do
-        not lie side by side.
+        What lies at the first two addresses, of keys and values, goes into the blocks at the other two. slots: of each
+        sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do not lie side by
+        side.
         """
-        words = self.words_type.from_buffer_copy(self.template)
+        launch = self.launch
+        if not launch.tickets:
+            return None
+        words = launch.words_type.from_buffer_copy(launch.template)
         words[_CALL] = addresses
         words[_SLOTS] = slots
         if lists is not None:
             words[_LISTS] = lists
-        kernel = self.loaded() or self._load()
-        kernel.used()
-        return kernel, words
+        if self.within:
+            return launch.kernel, words
+        launch.run(words)
+        return None
 
-    def run(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> None:
-        """Stores them, as words() has it."""
-        if not self.tickets:
-            return
-        kernel, words = self.words(addresses, slots, lists)
-        if self.inline:
-            run_alone(kernel, words, self.tickets)
-        else:
-            run_tickets(kernel, words, self.tickets, self.threads, self.seconds, self.region_seconds)
+
+def _bytes_of(x: New) -> int:
+    """Returns the bytes of an element."""
+    return DTYPES[x.dtype][1]
+
+
+def _shape_of(blocks: Blocks, k: New, v: New, moved: int) -> AppendShape:
+    """Returns what the kernel is specialised for, where it moves so many bytes."""
+    tokens, raw = blocks.shape, blocks.raw
+    stored = DTYPES[tokens.dtype][0] if tokens.dtype in DTYPES else tokens.dtype
+    keys, values = (Source(DTYPES[x.dtype][0], x.column != _bytes_of(x)) for x in (k, v))
+    lines = not (tokens.head_dim % 64 or tokens.value_dim % 64) if raw is None else raw.lines
+    streams = moved >= _STREAM_BYTES and lines and blocks.isa.arch == "x86_64"
+    return AppendShape(blocks.isa, stored, keys, values, streams, raw is not None)
+
+
+def _words_of(blocks: Blocks, k: New, v: New) -> dict[str, int]:
+    """Returns the arguments that say where tokens lie, and where they go."""
+    tokens = blocks.shape
+    words = {
+        "k_head": k.head, "k_row": k.row, "k_column": k.column,
+        "v_head": v.head, "v_row": v.row, "v_column": v.column,
+        "to_k_head": blocks.k_head, "to_k_block": blocks.k_block,
+        "to_v_head": blocks.v_head, "to_v_block": blocks.v_block,
+        "kv_heads": tokens.kv_heads, "head_dim": tokens.head_dim, "value_dim": tokens.value_dim,
+        "fixed": blocks.fixed, "ring": blocks.ring,
+    }  # fmt: skip
+    return words if blocks.raw is None else words | dict(zip(_IN_PAGE, blocks.raw[:-1], strict=True))
+
+
+def _runs_of(k: New, v: New, counts: list[int]) -> np.ndarray:
+    """Returns the table of runs, [sequence, word]."""
+    runs = np.zeros((len(counts), _RUN), np.int64)
+    columns = {"count": counts, "k_at": k.items, "v_at": v.items, "to_k_at": k.to, "to_v_at": v.to}
+    for name, column in columns.items():
+        runs[:, RUN.word(name)] = column
+    return runs
+
+
+# --- append_paged(): pages that are the caller's
+
+# by where tokens lie, in both, and how many there are; threads and the vector unit
+_prepared: Memo[Prepared] = Memo(64, 1 << 20)
+
+
+def append_paged(
+    pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: np.ndarray, before: list[int],
+    counts: list[int],
+) -> None:  # fmt: skip
+    """Stores new tokens, which were checked, behind those that sequences have in pages of a block table."""
+    if not any(counts) or 0 in pages[0].shape[:3]:
+        return
+    prepared, given = _prepare((*new, *pages), layout, counts), (*new, *pages)
+    ends = [(x.address + low, x.address + high) for x, (low, high) in zip(given, prepared.reach, strict=True)]
+    if any([a < high and low < b for a, b in ends[:2] for low, high in ends[2:]]):  # they may lie where they go
+        given = (*[describe(x.numpy().copy(), x.name) for x in new], *pages)
+        prepared = _prepare(given, layout, counts)
+    lists = np.ascontiguousarray(table, np.int64)
+    prepared.put.start(tuple([x.address for x in given]), before, row_addresses(lists)[: len(counts)])
+
+
+def _prepare(given: tuple[Array, ...], layout: str, counts: list[int]) -> Prepared:
+    """Returns the call that stores k and v in k_pages and v_pages."""
+    isa, threads, lines = current_isa(), get_threads(), [x.address % 64 for x in given[2:]] == [0, 0]
+    key = isa.name, threads, lines, layout, tuple(counts), *[(x.shape, x.strides, x.dtype) for x in given]
+
+    def make() -> Prepared:
+        return Prepared(given, put=AppendCall(*_places(given, layout, counts, isa, lines), counts, threads))
+
+    return _prepared.made(key, make)
+
+
+def _places(
+    arrays: tuple[Array, ...], layout: str, counts: list[int], isa: Isa, lines: bool
+) -> tuple[Blocks, New, New]:
+    """Returns where tokens go, and where they come from. `lines`: pages begin on cache lines."""
+    _, _, keys, values = arrays
+    (_, page_size, heads, dim), value_dim, element = keys.shape, values.shape[3], DTYPES[keys.dtype][1]
+    size = max(n for n in range(1, _MOST_TOKENS + 1) if page_size % n == 0)
+    size = size if size * size >= page_size or size == _MOST_TOKENS else page_size  # a prime is taken as it is
+    _, *axes = (0, *LAYOUTS[layout]) if layout == "lhd" else LAYOUTS[layout]
+    new = [(x.strides[axes[0]], x.strides[axes[1]], x.strides[axes[2]]) for x in arrays[:2]]  # head, row, column
+    pages = [(x.strides[2], x.strides[1], x.strides[3]) for x in (keys, values)]
+    rows = [n * element for n in (dim, value_dim)]
+    if all([steps[::2] == (n, element) for steps, n in zip((*new, *pages), rows * 2, strict=True)]):
+        dim, value_dim, heads = dim * heads, value_dim * heads, 1  # a token's heads are one row
+    lines &= not any([n % 64 for n in (*rows, *keys.strides[:3], *values.strides[:3])])
+    (k_head, k_row, k_column), (v_head, v_row, v_column) = pages
+    inside = InPage(size, page_size // size, k_row, k_column, v_row, v_column, lines)
+    shape = TokenShape(1, heads, dim, value_dim, _BY_BYTES[element])
+    blocks = Blocks(shape, isa, k_head, keys.strides[0], v_head, values.strides[0], raw=inside)
+    first, nth, nowhere = [*itertools.accumulate(counts, initial=0)][:-1], range(len(counts)), [0] * len(counts)
+    k, v = (
+        New(shape.dtype, head, row, column, [n * row for n in first] if layout == "lhd" else items, nowhere)
+        for (head, row, column), items in zip(new, ([i * x.strides[0] for i in nth] for x in arrays[:2]), strict=True)
+    )
+    return blocks, k, v

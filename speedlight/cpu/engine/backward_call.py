@@ -1,48 +1,169 @@
-"""Passes back through attention: how a problem runs, the arguments and tables of its kernel, and the call."""
+"""Gradients: a request for them becomes calls of kernels, and what the host adds up itself."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array import STORAGE_BYTES, address_of
+from ...arrays.array import STORAGE_BYTES, Array
 from ...expressions.program import Program
-from ...host.machine import PRODUCTS, Isa, number_bytes
-from ...host.tunings import Ranges, Tuning
-from ...problem.philox import drop_below
-from ...problem.plan import pair_flops
-from ...problem.problem import QUERY_BLOCK, TILE, Problem
-from ..kernels.score_backward import needs_raw
+from ...host.machine import Isa, current_isa, number_bytes
+from ...host.rounding import standard
+from ...host.shortcuts import address_of
+from ...problem.build import Stated
+from ...problem.gradients import SINKS, Asked
+from ...problem.plan import Plan, Run, pair_flops, plan_of
+from ...problem.problem import FAR_LSE, LAYOUTS, QUERY_BLOCK, Problem
 from ..memory.operands import Operands, Strides, step_of_items, steps, stride_of
-from ..memory.records import (
-    BACKWARD,
-    BACKWARD_PANEL,
-    BACKWARD_SCRATCH,
-    CALL,
-    ENDLESS,
-    GANG,
-    GRADIENTS,
-    PAIRS,
-    SCRATCH,
-    BackwardSizes,
-    GradientItem,
-    placed,
-    together,
-)
+from ..memory.records import BACKWARD, GRADIENTS, GradientItem
 from ..memory.shape import Kind, Shape
-from ..runtime.compile import kernel_of
-from ..runtime.workers import run_tickets
-from .forward_call import bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
-from .schedule import product_of, up
+from ..runtime.compile import symbol_of
+from ..runtime.launch import Launch, threads_for
+from ..runtime.tuned import tuning_of
+from .backward_schedule import (
+    BackwardSchedule,
+    Tickets,
+    schedule_backward,
+    steps_of,
+    tickets_of,
+    tickets_of_tables,
+)
+from .forward_call import bits_of, measured_roofs, program_of, signs_of, words_of_problem
+from .table_sums import added, sums_of
 
-_VECTORS = 3  # of queries, in a panel
-_SLACK = 24  # rows that register tiles write past a tile
+
+class Gradients:
+    """A prepared request for gradients, of arrays at any addresses."""
+
+    def __init__(self, request: Asked, lies: GradientLayout, threads: int, isa: Isa) -> None:
+        self.request, self.problem = request, request.problem
+        self.layout, self.first_q = lies.layout, lies.first_q  # not its arrays, which nobody may keep
+        wants = tuning_of(isa).ranges
+        self.unwritten = _unwritten(self.problem, lies)
+        program, skew = program_of(self.problem, backward=True), 0
+        self.sums = sums_of(self.problem, request.tables)
+        self.tables = None  # the call that adds to their gradients, where that of dq, dk and dv does not
+        if self.sums is not None:
+            if self.sums.beside(self.problem, program, threads, wants):
+                tickets = tickets_of_tables(self.problem, self.sums.shares, by_positions=self.sums.one)
+                self.tables = BackwardCall(self.problem, "tables", self.sums.program, lies, tickets, threads, isa)
+            else:
+                program, skew = self.sums.program, 0 if self.sums.alone else self.problem.group
+        tickets = tickets_of(self.problem, threads, wants, skew=skew)
+        self.call = BackwardCall(self.problem, "backward", program, lies, tickets, threads, isa)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps alive."""
+        return self.call.size + (0 if self.tables is None else self.tables.size)
+
+    def run(self, x: Operands, seed: int | None = None) -> tuple[np.ndarray, ...]:
+        """Fills dq, dk and dv, or adds to them; returns the further gradients that are asked for. seed: the caller's,
+        if given.
+        """
+        for name in self.unwritten:
+            getattr(x, name).numpy()[...] = 0
+        count = 1 if self.tables is None else self.tables.how.tickets.progress
+        found, shares = ({}, None) if self.sums is None else self.sums.new(self.problem, count)
+        self.call.run(x, self._sums(x), seed, shares if self.tables is None else None)
+        if self.tables is not None:
+            self.tables.run(x, [x.dq.numpy()] * 3, seed, shares)
+        tables = {at: added(each) for at, each in found.items()}
+        grads = self.request.grads
+        return tuple(self._narrowed(self._sinks(x) if y == SINKS else tables[id(y)]) for y in grads)
+
+    @standard
+    def _sinks(self, x: Operands) -> np.ndarray:
+        """Returns the gradient of each head's sink, a key that all rows see and whose value is zeros: - Σ p · delta."""
+        problem = self.problem
+        assert problem.sinks is not None
+        result = np.zeros(problem.q_heads)
+        far = FAR_LSE["float64" if problem.storage == "f64" else "float32"]
+        for item in range(problem.batch):
+            for head, sink in enumerate(problem.sinks):
+                out, lse, d_out = (self._rows(a, item, head) for a in (x.out, x.lse, x.d_out))
+                d_lse = 0.0 if x.d_lse is None else self._rows(x.d_lse, item, head)
+                seen = (lse != -np.inf) & (sink != -np.inf)
+                with np.errstate(all="ignore"):
+                    delta = (out * d_out).sum(axis=-1) - d_lse
+                    exponents = sink - lse
+                    exponents = np.where(np.abs(lse) >= far, np.minimum(exponents, 0.0), exponents)  # as of keys
+                    result[head] -= (np.exp(exponents) * delta)[seen].sum()
+        return result
+
+    def _rows(self, x: Array, item: int, head: int) -> np.ndarray:
+        """Returns the rows of an array, or log-sum-exps, for the queries of an item, in float64."""
+        first = 0 if self.first_q is None else self.first_q[item]
+        rows = slice(first, first + self.problem.q_lengths[item])
+        at: list[Any] = [item, head, rows][-len(self.layout) + 1 :]
+        if x.name not in ("lse", "d_lse"):
+            heads, length, _ = LAYOUTS[self.layout][-3:]
+            at[heads], at[length] = head, rows
+        return np.asarray(x.numpy()[tuple(at)], np.float64)
+
+    @standard
+    def _narrowed(self, x: np.ndarray) -> np.ndarray:
+        """Rounds a sum to the dtype that is returned."""
+        with np.errstate(all="ignore"):
+            return x.astype(np.float64 if self.problem.storage == "f64" else np.float32, copy=False)
+
+    def _sums(self, x: Operands) -> list[np.ndarray]:
+        """Returns where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
+        if self.problem.storage in ("f32", "f64") or self.problem.partial:
+            return [a.numpy() for a in (x.dq, x.dk, x.dv)]
+        return [np.empty(a.shape, np.float32) for a in (x.dq, x.dk, x.dv)]
 
 
-class Lies(NamedTuple):
-    """How the arrays of a backward pass lie."""
+@standard
+def prepare(request: Asked, layout: str, stated: Stated, arrays: Operands, threads: int, isa: Isa) -> Gradients:
+    """Prepares everything that addresses don't change."""
+    first_q, first_k = (x and x[:-1] for x in (stated.cu_q, stated.cu_k))
+    return Gradients(request, GradientLayout(layout, arrays, first_q, first_k), threads, isa)
+
+
+def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
+    """Returns the plan of a backward call on this machine."""
+    how, shape = kernel_of_problem(problem, strides, threads, current_isa())
+    workspace = how.workspace_bytes + _sum_bytes(problem)
+    run = Run(how.isa.name, symbol_of(shape), how.threads, shape.panel, workspace, how.tuning.origin, backward=True)
+    return plan_of(problem, run, partial(measured_roofs, how.isa, problem.storage, how.threads), exact=exact)
+
+
+def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[BackwardSchedule, Shape]:
+    """Returns a backward call's schedule and its kernel's shape; for any vector unit, this machine's or not."""
+    program, tuning = program_of(problem, backward=True), tuning_of(isa)
+    tickets = tickets_of(problem, threads, tuning.ranges)
+    how = schedule_backward(problem, isa, strides, program, tickets, threads, tuning)
+    return how, shape_of(problem, "backward", program, how)
+
+
+def _sum_bytes(problem: Problem) -> int:
+    """Returns the bytes of the sums of dq, dk and dv, where they are of more bits than the arrays."""
+    if problem.storage in ("f32", "f64"):
+        return 0
+    rows, keys = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
+    return 4 * (rows * problem.head_dim + keys * (problem.head_dim + problem.value_dim))
+
+
+def _unwritten(problem: Problem, lies: GradientLayout) -> list[str]:
+    """Names the gradients with rows that no task writes: of queries past q_lengths, of keys that no query is beside."""
+    if problem.partial:  # which are added to
+        return []
+    length, batch = LAYOUTS[lies.layout][-2], problem.batch if len(lies.layout) == 4 else 1
+    rows, keys = (x.shape[length] * batch for x in (lies.arrays.q, lies.arrays.k))
+    alone = [a == 0 < b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)]
+    names = ["dq"] if sum(problem.q_lengths) < rows else []
+    return names + (["dk", "dv"] if sum(problem.k_lengths) < keys or True in alone else [])
+
+
+# --- arrays, arguments and items
+
+
+class GradientLayout(NamedTuple):
+    """The layout of the arrays of a backward pass."""
 
     layout: str
     arrays: Operands
@@ -50,210 +171,25 @@ class Lies(NamedTuple):
     first_k: tuple[int, ...] | None
 
     def step(self, name: str, axis: int) -> int:
-        """Bytes, as stride_of gives them."""
+        """Returns a stride in bytes, as stride_of gives it."""
         return stride_of(getattr(self.arrays, name).strides, self.layout, axis)
 
     def strides(self, storage: str) -> Strides:
-        """What a schedule wants to know of them."""
+        """Returns what a schedule wants to know of strides."""
         size = STORAGE_BYTES[storage]
         keys, values, queries, flows = (self.step(name, -1) != size for name in ("k", "v", "q", "d_out"))
         return Strides(keys, values, strided_queries=queries, strided_gradients=flows)
 
     def offsets(self, name: str, batch: int) -> np.ndarray:
-        """From an array's address to each item."""
+        """Returns the bytes from an array's address to each item."""
         first = self.first_k if name in ("k", "v", "dk", "dv") else self.first_q
         if first is not None:
             return np.array(first, np.int64) * self.step(name, -2)
         return np.arange(batch, dtype=np.int64) * step_of_items(getattr(self.arrays, name), self.layout)
 
 
-class Tickets(NamedTuple):
-    """What the tickets of a pass stand for."""
-
-    number: int
-    table: np.ndarray  # which the kernel reads
-    progress: int  # words
-    words: dict[str, int]
-
-
-class BackwardSchedule(NamedTuple):
-    """How the CPU engine runs a pass back through attention."""
-
-    isa: Isa
-    tuning: Tuning
-    storage: str
-    vectors: int
-    threads: int
-    tickets: Tickets
-    words: dict[str, int]
-    scratch_bytes: int
-
-    @property
-    def scratch_stride(self) -> int:
-        return self.scratch_bytes + self.tuning.threading.apart
-
-    @property
-    def panels(self) -> int:
-        """Of a block of queries."""
-        return self.words["panels"]
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Of all workers."""
-        return self.scratch_bytes * self.threads
-
-
-def schedule_backward(
-    problem: Problem,
-    isa: Isa,
-    strides: Strides,
-    program: Program | None,
-    tickets: Tickets,
-    threads: int,
-    tuning: Tuning,
-) -> BackwardSchedule:
-    """A panel of three vectors of queries; QUERY_BLOCK is so many panels on every vector unit."""
-    sizes, staged = _sizes(problem, isa, strides, program, tuning.register_tiles(isa).keys[_VECTORS - 1])
-    scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
-    pairs, pair_bytes = placed(PAIRS, sizes)
-    offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
-    panels = QUERY_BLOCK // sizes.panel
-    words = tickets.words | {
-        "panels": panels, "panel_bytes": panel_bytes, "pair_bytes": pair_bytes, "columns": sizes.columns,
-        "value_columns": sizes.value_columns, "kv_heads": problem.kv_heads,
-    }  # fmt: skip
-    words |= {f"{name}_staged": int(x) for name, x in staged.items()}
-    words |= {f"at_{name}": at for name, at in (scratch | pairs | offsets).items()}
-    used = up(fixed + panels * panel_bytes, 4096)
-    threads = max(1, min(threads, tickets.number))
-    return BackwardSchedule(isa, tuning, problem.storage, _VECTORS, threads, tickets, words, used)
-
-
-def _sizes(
-    problem: Problem, isa: Isa, strides: Strides, program: Program | None, rows: int
-) -> tuple[BackwardSizes, dict[str, bool]]:
-    """What scratch depends on, and which rows are copied; `rows`: columns of a register tile."""
-    lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
-    panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
-    units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
-    staged = _staged(problem, strides, elements)
-    columns, value_columns = up(problem.head_dim, lanes), up(problem.value_dim, lanes)
-    sizes = BackwardSizes(
-        number=number,
-        panel=panel,
-        tile_rows=TILE + _SLACK,
-        units=units,
-        value_units=value_units,
-        width=up(problem.head_dim, rows),
-        columns=columns,
-        value_columns=value_columns,
-        staged_keys=staged["k"] * TILE * units * number,
-        staged_values=staged["v"] * TILE * value_units * number,
-        elements=elements,
-        together=together(panel),
-        head_dim=problem.head_dim,
-        keeps_raw=needs_raw(program),
-        drops=problem.dropout > 0,
-    )
-    return sizes, staged
-
-
-def _staged(problem: Problem, strides: Strides, elements: int) -> dict[str, bool]:
-    """Whether keys and values are copied: to be widened, made units, or brought together."""
-    narrow = problem.storage not in ("f32", "f64")
-    odd = [bool(x % elements) if elements > 1 else narrow for x in (problem.head_dim, problem.value_dim)]
-    return {"k": strides.strided_keys or odd[0], "v": strides.strided_values or odd[1]}
-
-
-def _steps_of(problem: Problem) -> list[int]:
-    return [
-        ((start + n - 1) // QUERY_BLOCK - start // QUERY_BLOCK + 1) * problem.group if n else 0
-        for start, n in zip(problem.q_starts, problem.q_lengths, strict=True)
-    ]
-
-
-def tickets_of(problem: Problem, threads: int, wants: Ranges, *, skew: int = 0) -> Tickets:
-    """Of blocks of queries against ranges of keys, gang after gang.
-
-    A gang is as small as keeps all threads busy: what it reads again and again then stays in the cache they share.
-    `skew`: so many diagonals each kv head comes after the one before.
-    """
-    steps = _steps_of(problem)
-    columns = problem.batch * problem.kv_heads
-    keys = _range_of(problem, threads, columns, wants)
-    ranges = [max(1, -(-n // keys)) for n in problem.k_lengths]
-    # tasks of a head at once; what is hidden leaves one of a diagonal with work, maybe
-    hides = problem.mask is not None or problem.score is not None
-    apart = 1 if hides else max([min(a, b) for a, b in zip(steps, ranges, strict=True)], default=0)
-    together = -(-wants.tasks * threads // max(1, apart)) if threads > 1 else 1
-    rows, count, progress = [], 0, 0
-    for first in range(0, columns, together):
-        heads = min(together, columns - first)
-        items = range(first // problem.kv_heads, (first + heads - 1) // problem.kv_heads + 1)
-        most = max(ranges[i] for i in items)
-        depth = max((steps[i] + ranges[i] - 1 if steps[i] else 0) for i in items)
-        if depth:
-            depth += (heads - 1) * skew
-            rows.append((count, first, heads, most, progress))
-            count += depth * heads * most
-            progress += heads * most
-    gangs = np.array(rows, np.int64).reshape(-1, len(GANG.names))
-    words = {"gangs": gangs.ctypes.data, "gang_count": len(gangs), "skew": skew, "range_keys": keys}
-    return Tickets(count, gangs, progress, words)
-
-
-def _range_of(problem: Problem, threads: int, columns: int, wants: Ranges) -> int:
-    """Keys of a task: all, where heads and items keep the threads busy; no bit depends on it."""
-    least, most = wants.keys
-    most = max(least, most * 128 // max(128, problem.head_dim, problem.value_dim))
-    wanted = -(-wants.tasks * threads // max(1, columns)) if threads > 1 else 1
-    keys = -(-max(problem.k_lengths, default=0) // wanted)
-    return up(min(most, max(least, keys)), TILE)
-
-
-def blocks_of_positions(problem: Problem) -> int:
-    """Of the longest item."""
-    return max(_steps_of(problem), default=0) // problem.group
-
-
-def side_by_side(problem: Problem, threads: int, wants: Ranges) -> int:
-    """How many tasks are worked on at once where each kv head follows the one before."""
-    if len(set(zip(problem.q_starts, problem.q_lengths, problem.k_lengths, strict=True))) != 1:
-        return 0  # where that one is cannot be told from where this one is
-    keys = _range_of(problem, threads, problem.batch * problem.kv_heads, wants)
-    return blocks_of_positions(problem) * max(1, -(-problem.k_lengths[0] // keys))
-
-
-def tickets_of_tables(problem: Problem, most_shares: int, *, by_positions: bool) -> Tickets:
-    """Of blocks of queries, in shares that depend on the problem alone: cut evenly, or what is at the same positions.
-
-    Of every share the first block, then of every share the second one …: what a ticket waits for comes before it.
-    """
-    blocks = [
-        (item, head // problem.group, block * problem.group + head % problem.group, start // QUERY_BLOCK + block)
-        for item, (steps, start) in enumerate(zip(_steps_of(problem), problem.q_starts, strict=True))
-        for head in range(problem.q_heads if steps else 0)
-        for block in range(steps // problem.group)
-    ]
-    count = len(blocks)
-    found = np.array(blocks, np.int64).reshape(count, 4)
-    if by_positions:
-        share = np.unique(found[:, 3], return_inverse=True)[1].reshape(count)
-    else:
-        shares = max(1, min(most_shares, count))
-        share = np.repeat(np.arange(shares), np.diff(np.arange(shares + 1) * count // shares))
-    each = np.bincount(share, minlength=1)
-    order = np.argsort(share, kind="stable")
-    turn = np.empty(count, np.int64)
-    turn[order] = np.arange(count) - np.repeat(np.cumsum(each) - each, each)
-    table = np.column_stack([found[:, :3], share, turn])[np.lexsort((share, turn))]
-    table = np.ascontiguousarray(table, np.int64)
-    words = {"blocks": table.ctypes.data, "range_keys": ENDLESS}
-    return Tickets(count, table, len(each), words)
-
-
 def shape_of(problem: Problem, kind: Kind, program: Program | None, how: BackwardSchedule) -> Shape:
-    """What the kernel of a pass is specialised for."""
+    """Returns what the kernel of a pass is specialised for."""
     of_tiles = {"own_tiles": how.tuning.register_tiles(how.isa), "dropout": problem.dropout > 0}
     return Shape(kind, how.isa, how.storage, how.vectors, program, **of_tiles, partial=problem.partial)
 
@@ -265,62 +201,41 @@ class BackwardCall:
     """
 
     def __init__(
-        self, problem: Problem, kind: Kind, program: Program | None, lies: Lies, how: BackwardSchedule
-    ) -> None:
-        self.problem, self.program, self.how = problem, program, how
-        self.shape = shape_of(problem, kind, program, how)
-        self.items = _items(problem, lies, how.tickets.words["range_keys"])
-        words = how.words | _words(problem, lies, self.shape.elements) | {"scratch_stride": how.scratch_stride}
-        self.slots = None if program is None else program.host_words()
-        if self.slots is not None:
-            words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
-        self.lookups = [] if program is None else program.lookups
-        self.template = template_of(BACKWARD, words)
-        self.words_type = ctypes.c_int64 * len(BACKWARD.names)
-        self.seconds = _guessed_seconds(problem, how, self.shape.elements)
-        wants = how.tuning.threading
-        self.threads = how.threads if self.seconds > wants.inline_seconds else 1
-        self.region_seconds = wants.region_seconds
+        self, problem: Problem, kind: Kind, program: Program | None, lies: GradientLayout, tickets: Tickets,
+        threads: int, isa: Isa,
+    ) -> None:  # fmt: skip
+        strides = lies.strides(problem.storage)
+        how = schedule_backward(problem, isa, strides, program, tickets, threads, tuning_of(isa))
+        self.problem, self.how, self.items = problem, how, _items(problem, lies, tickets.words["range_keys"])
+        shape, wants = shape_of(problem, kind, program, how), how.tuning.threading
+        words = how.words | _words(problem, lies, shape.elements) | {"scratch_stride": how.scratch_stride}
+        seconds = _guessed_seconds(problem, how, shape.elements)
+        threads = threads_for(seconds, how.threads, wants)
+        self.launch = Launch(shape, BACKWARD, words, how.tickets.number, threads, seconds, wants, program=program)
 
     @property
     def size(self) -> int:
         """Bytes that it keeps alive, the tables of its mask and score included."""
-        own = self.items.nbytes + self.how.tickets.table.nbytes + len(self.template)
-        own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
-        return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
+        return self.items.nbytes + self.how.tickets.table.nbytes + self.launch.size
 
     def run(
         self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None, counts: int = 0
     ) -> None:
-        """`sums`: where dq, dk and dv are summed; `shares`: where gradients of tables are; a seed of the caller's, if
-        given; `counts`: an address of COUNTS, which then are counted.
+        """Fills the gradients. sums: where dq, dk and dv are summed. shares: where gradients of tables are. seed: the
+        caller's, if given. counts: an address of COUNTS, which then are counted.
         """
-        if not self.how.tickets.number:
-            return
-        words = self.words_type.from_buffer_copy(self.template)
         lse, d_lse = (None if a is None else np.ascontiguousarray(a.numpy()) for a in (x.lse, x.d_lse))
         progress = (ctypes.c_int64 * self.how.tickets.progress)()
-        wrong = (ctypes.c_int64 * (2 * len(self.lookups) + 1))()
-        scratch = take_scratch(self.how.scratch_stride * self.threads)
-        try:
-            words[SCRATCH] = ctypes.addressof(scratch)
-            words[CALL] = (
-                x.q.address, x.k.address, x.v.address, x.out.address, _address(lse), counts, self.items.ctypes.data, 0,
-                0, ctypes.addressof(wrong), self.problem.seed if seed is None else seed,
-            )  # fmt: skip
-            words[GRADIENTS] = (
-                x.d_out.address, _address(d_lse), x.dq.address, x.dk.address, x.dv.address, *map(_address, sums),
-                ctypes.addressof(progress), _address(shares),
-            )  # fmt: skip
-            tickets = self.how.tickets.number
-            run_tickets(kernel_of(self.shape), words, tickets, self.threads, self.seconds, self.region_seconds)
-        finally:
-            give_scratch(scratch)
-        raise_wrong(self.lookups, wrong)
+        call = x.q.address, x.k.address, x.v.address, x.out.address, _address(lse), counts, self.items.ctypes.data
+        gradients = (
+            x.d_out.address, _address(d_lse), x.dq.address, x.dk.address, x.dv.address, *map(_address, sums),
+            ctypes.addressof(progress), _address(shares),
+        )  # fmt: skip
+        self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, ((GRADIENTS, gradients),))
 
 
 def _guessed_seconds(problem: Problem, how: BackwardSchedule, elements: int) -> float:
-    """Of one thread."""
+    """Guesses how long one thread takes."""
     pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
     flops = pairs * pair_flops(problem, backward=True) * (0.5 if problem.causal else 1.0)
     return flops / (how.tuning.threading.backward_flops * how.isa.lanes(how.storage) * elements)
@@ -331,25 +246,16 @@ def _address(x: np.ndarray | None) -> int:
 
 
 def _gradient_bytes(problem: Problem) -> int:
-    """Of an element of dq, dk or dv in memory."""
+    """Returns the bytes of an element of dq, dk or dv in memory."""
     return number_bytes(problem.storage) if problem.partial else STORAGE_BYTES[problem.storage]
 
 
-def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:
+def _words(problem: Problem, lies: GradientLayout, elements: int) -> dict[str, int]:
     number, size = number_bytes(problem.storage), _gradient_bytes(problem)
-    words = {
-        "lse_head": _lse_rows(lies) * number,
-        "lse_row": number,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
-        "group": problem.group,
-        "causal": int(problem.causal),
+    words = words_of_problem(problem, _lse_rows(lies)) | {
         "c": bits_of(abs(problem.scale), number),  # a score's own arithmetic wants it with its sign
         "flip": signs_of(number, elements) if problem.score is None and problem.scale < 0 else 0,
-        "scale": bits_of(problem.scale, number),
-        "drop_below": drop_below(problem.dropout),
         "drop_factor": bits_of(1.0 / problem.dropout_divisor, number),
-        "k_start": problem.k_start,
     }
     for name in ("q", "k", "v", "out", "d_out"):
         words |= steps(name, getattr(lies.arrays, name).strides, lies.layout)
@@ -360,13 +266,13 @@ def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:
     return words
 
 
-def _lse_rows(lies: Lies) -> int:
-    """From one head's log-sum-exps to the next."""
+def _lse_rows(lies: GradientLayout) -> int:
+    """Returns the stride of heads in log-sum-exps, in numbers."""
     return lies.arrays.lse.shape[-1]
 
 
-def _items(problem: Problem, lies: Lies, range_keys: int) -> np.ndarray:
-    """The kernel's table of batch items, [item, word]."""
+def _items(problem: Problem, lies: GradientLayout, range_keys: int) -> np.ndarray:
+    """Returns the kernel's table of batch items, [item, word]."""
     number, size = number_bytes(problem.storage), _gradient_bytes(problem)
     names = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
     at = {f"{name}_at": lies.offsets(name, problem.batch) for name in names}
@@ -376,7 +282,7 @@ def _items(problem: Problem, lies: Lies, range_keys: int) -> np.ndarray:
         lse = np.arange(problem.batch) * (problem.q_heads * _lse_rows(lies) * number)
     starts = np.array(problem.q_starts, np.int64)
     columns = GradientItem(
-        steps=np.array(_steps_of(problem), np.int64),
+        steps=np.array(steps_of(problem), np.int64),
         ranges=np.maximum(1, -(-np.array(problem.k_lengths, np.int64) // range_keys)),
         block=starts // QUERY_BLOCK,
         q_len=np.array(problem.q_lengths, np.int64),

@@ -1,4 +1,4 @@
-"""How this machine runs a problem: which kernel, in what blocks, on how many threads, in how much scratch. Pure.
+"""Schedule: the kernel, blocks, threads and scratch with which this machine runs a problem. Pure.
 
 The figures of CPUs are the tables of tunings.py; no bit of a result depends on them.
 """
@@ -20,7 +20,7 @@ _PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them,
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How the CPU engine runs a problem."""
+    """The way in which the CPU engine runs a problem."""
 
     kind: Literal["forward", "decode"]
     isa: Isa
@@ -44,29 +44,29 @@ class Schedule:
 
     @property
     def scratch_stride(self) -> int:
-        """From one worker's scratch to the next; the gap is never touched, so it costs addresses, not memory."""
+        """Bytes from one worker's scratch to the next; the gap is never touched: it costs addresses, not memory."""
         return self.scratch_bytes + self.tuning.threading.apart
 
     @property
     def workspace_bytes(self) -> int:
-        """Of all workers, and of what parts leave for each other."""
+        """Bytes of scratch of all workers, and of what parts leave for each other."""
         return self.scratch_bytes * self.threads + self.partial_bytes * (self.tickets // self.parts)
 
 
 def product_of(problem: Problem, isa: Isa) -> str:
-    """What multiplies: a name in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
+    """Names what multiplies, in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
     return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
 
 
 def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
-    """The decode kernel for few rows, the forward kernel for all else."""
+    """Schedules the decode kernel for few rows, the forward kernel for all else."""
     if _decodes(problem, isa, strides):
         return _decode_schedule(problem, isa, threads, strides.heads_adjoin, tuning)
     return _forward_schedule(problem, isa, threads, strides, tuning)
 
 
 def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
-    """Whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
+    """Returns whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
     if strides.strided_keys or strides.strided_values or problem.rows is not None or problem.partial:
         return False
     most = max(problem.q_lengths, default=0) * problem.group
@@ -119,8 +119,8 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
 
 
 def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: int, tasks: tuple[int, int]) -> int:
-    """Panels of a task that leave so many tasks for each thread; or, where they are alike and every thread has as many,
-    the second number of them.
+    """Returns the panels of a task that leave so many tasks for each thread; or, where they are alike and every thread
+    has as many, the second number of them.
     """
     blocks = _blocks(rows, panel)
     least, more = (max(1, min(most, blocks * kv_heads // (x * threads))) for x in tasks)
@@ -132,7 +132,7 @@ def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: 
 
 
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
-    """Whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
+    """Returns whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
     paired = PRODUCTS[product] > 1
     direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
     paged = strides.pages is not None
@@ -143,7 +143,7 @@ def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, boo
 
 
 def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:
-    """`rows`: keys of a register tile; `staged`: whether keys are, and values."""
+    """Returns what scratch depends on. rows: keys of a register tile; staged: whether keys are, and values."""
     number, elements = number_bytes(problem.storage), PRODUCTS[product_of(problem, isa)]
     units = -(-problem.head_dim // elements)
     return ForwardSizes(
@@ -159,7 +159,7 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bo
 
 
 def _unused(problem: Problem) -> list[int]:
-    """Rows of out, in each item's group of heads, that have no query: they become 0."""
+    """Counts the rows of out, in each item's group of heads, that have no query: they become 0."""
     return (
         []
         if problem.rows is None or problem.partial
@@ -171,7 +171,7 @@ def _unused(problem: Problem) -> list[int]:
 
 
 def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: bool, tuning: Tuning) -> Schedule:
-    """One task for each kv head, or several that share its spans where heads are few.
+    """Schedules one task for each kv head, or several that share its spans where heads are few.
 
     Where heads adjoin, a task takes several of them through each tile: memory is then read in longer pieces (a page of
     virtual memory holds all heads of a token, so that one head alone would need as many of them as there are tokens).
@@ -217,7 +217,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
 
 
 def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding, heads_adjoin: bool) -> int:
-    """kv heads of one task: the most whose states stay in the cache, and which leave enough tasks.
+    """Returns the kv heads of one task: the most whose states stay in the cache, and which leave enough tasks.
 
     Where heads don't adjoin: of a single span, and so that one sequence alone, the longest maybe, has all threads.
     """

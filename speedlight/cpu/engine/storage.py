@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays import array as arrays
-from ...arrays.array import DTYPES, Array, numpy_dtype
+from ...arrays.array import Array, numpy_dtype
 from ...host.machine import current_isa
-from ...host.memo import Memo
+from ...host.shortcuts import address_of
 from ...problem.build import from_stored
-from ...problem.key import addresses_of, key_of
+from ...problem.prepared import Prepared
 from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
 from ...problem.results import Results
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
@@ -25,15 +24,12 @@ from ...problem.windows import Ring
 from ..memory.blocks import make_stores
 from ..memory.operands import Paged, Pages, Rows
 from ..memory.records import BLOCK, ENDLESS, SLACK
-from ..runtime.tuned import tuning_of
 from ..runtime.workers import get_threads
-from .append_call import Blocks, New, Put
+from .append_call import AppendCall, Blocks, New
 from .forward_call import Call, prepare
 from .schedule import DECODE_ROWS
-from .steps import Checked, CheckedPut, PoolStep, Step, Table, end_of, remember_put
+from .steps import Steps
 
-_STEPS, _STEPS_BYTES = 64, 16 << 20  # prepared steps that are remembered
-_PUTS_BYTES = 1 << 20  # likewise of new tokens
 _ALL = slice(None)
 _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
 
@@ -49,9 +45,20 @@ def _query(q: Any) -> Array:
     return arrays.describe(q, "q")
 
 
-def _inline(self: CacheStorage | PoolStorage, rows: int) -> int:
-    """Tokens below which so many queries of a sequence wake no other thread."""
-    return tuning_of(self.isa).threading.inline_bytes // (self.token_bytes * max(1, rows // 8))
+def _remember_put(
+    self: CacheStorage | PoolStorage, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int],
+    options: Options,
+) -> None:  # fmt: skip
+    """Keeps the call for new tokens that were checked, as many of each sequence as by default; `given`: as the caller
+    has them.
+    """
+    if any(counts):
+        self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts), self.addresses), given, options)
+
+
+def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
+    """Returns the strides of a new array beside queries."""
+    return np.empty((*q.shape[:-1], value_dim), numpy_dtype(q.dtype)).strides
 
 
 def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
@@ -81,7 +88,7 @@ class CacheStorage:
     """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
     device = name = "cpu"
-    received, query, remember_put = staticmethod(_received), staticmethod(_query), remember_put
+    received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
     move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
@@ -94,9 +101,7 @@ class CacheStorage:
         self.list = np.arange(ring.tokens // TILE + SLACK, dtype=np.int64)  # the pages of every sequence
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
-        self.steps: Memo[Step] = Memo(_STEPS, _STEPS_BYTES)
-        self.checked_steps: Memo[Checked | CheckedPut] = Memo(_STEPS, _STEPS_BYTES)
-        self.puts: Memo[Put] = Memo(_STEPS, _PUTS_BYTES)
+        self.steps = Steps()
 
     def _pages(self) -> Pages:
         """How kernels find a token."""
@@ -149,22 +154,20 @@ class CacheStorage:
         step = self.ring.size - BLOCK if self.ring.size else most
         for done in range(0, most, max(step, 1)):
             part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
-            k_at, v_at = (arrays.address_of(x) + done * x.strides[2] for x in (k, v))
+            k_at, v_at = (address_of(x) + done * x.strides[2] for x in (k, v))
             slots = lengths if not done else [n + done for n in lengths]
-            self._put_of(k, v, part).run((k_at, v_at, *self.addresses[layer]), slots)
+            self._put_of(k, v, part).start((k_at, v_at, *self.addresses[layer]), slots)
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> Put:
-        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads, get_threads()  # and on what the cache is
-        put = self.puts.get(key)
-        if put is None:
+    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
+        def make() -> AppendCall:
             new = []
             for x, store in ((k, self.keys[0]), (v, self.values[0])):
                 item, head, row, column = x.strides
                 items, to = ([i * step for i in range(self.batch)] for step in (item, store.memory.strides[0]))
                 new.append(New(x.dtype.name, head, row, column, items, to))
-            put = Put(self.blocks, new[0], new[1], counts, get_threads(), heads)
-            self.puts.put(key, put, put.size)
-        return put
+            return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
+
+        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
 
     def tokens(self, layer: int, part: str, n: int) -> np.ndarray:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
@@ -214,7 +217,7 @@ class CacheStorage:
         part = None
         if lse is not None and piece.rows.stop - start < q.shape[2]:  # kernels write it side by side
             part = np.empty(lse.numpy()[rows].shape, lse.numpy().dtype)
-        lse_address = 0 if lse is None else lse.address if part is None else arrays.address_of(part)
+        lse_address = 0 if lse is None else lse.address if part is None else address_of(part)
         q_address, out_address = (x.address + start * x.strides[2] for x in (q, results.out))
         call.run(q_address, *self.addresses[layer], out_address, lse_address)
         if lse is not None and part is not None:
@@ -222,18 +225,15 @@ class CacheStorage:
 
     def checked_step(
         self, lengths: list[int], tensors: tuple[Any, ...], options: Options
-    ) -> tuple[Checked | CheckedPut, list[int]] | None:
-        """A step of a form that was checked before, for any lengths of these spans, and the addresses of q, or of q, k
-        and v, or of k and v. Known by shapes, strides, dtypes, options and threads, and by what the cache is.
-        """
-        key = key_of(tensors, options, (self.batch, get_threads()))
-        found = None if key is None else self.checked_steps.get(key)
-        if found is None or not found.fits(lengths):
+    ) -> tuple[Prepared, list[int]] | None:
+        """A step of a form that was checked before, for any lengths of these spans, and the addresses of its arrays."""
+        found = self.steps.find(self.batch, tensors, options)
+        if found is None:
             return None
-        addresses = addresses_of(tensors, found.ends)
-        return None if addresses is None else (found, addresses)
+        step = found[0]
+        return found if step.fits(lengths, step.new) else None
 
-    def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> Step | None:
+    def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> Prepared | None:
         """A step for queries of this form, checked; `given`: as the caller has them."""
         known = options.key()
         if known is None or not (type(given) is np.ndarray or q.kind == "torch"):
@@ -241,30 +241,24 @@ class CacheStorage:
         if len(q.shape) != 4 or 0 in q.shape or not min(lengths):
             return None
         most = spans_of(max(lengths))
-        # it depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and
-        # rows in
-        key = (q.shape, q.strides, q.dtype, known, most, get_threads())
-        step = self.steps.get(key)
-        if step is None:
-            longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
-            strides = np.empty((*q.shape[:-1], self.shape.value_dim), numpy_dtype(q.dtype)).strides
-            hiding = self.ring.mask(options.causal)
-            problem = from_stored(q, self.shape.stored(longest, hiding=hiding, shortest=shortest), options)
-            step = Step(self._prepare(problem, q, strides), self.addresses, q, most, _inline(self, q.shape[2]))
-            self.steps.put(key, step, step.size)
-        return step
 
-    def remember(self, step: Step, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
-        """That a step with these arrays was checked: q, or q, k and v."""
-        key = key_of(given, options, (self.batch, get_threads()))
-        if key is None or (k is None and self.ring.size):  # what a window still has depends on lengths
-            return
-        put, new, ends = None, 0, [end_of(q, DTYPES[q.dtype][1])]
+        def make() -> Prepared:
+            longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
+            stored = self.shape.stored(longest, hiding=self.ring.mask(options.causal), shortest=shortest)
+            call = self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
+            return Prepared((q,), call, layers=self.addresses)
+
+        # it depends on no length beyond the spans: items_for() puts lengths and rows in
+        return self.steps.made(("step", q.shape, q.strides, q.dtype, known, most), make)
+
+    def remember(self, step: Prepared, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
+        """Keeps a step that was checked with these arrays: q, or q, k and v."""
         if k is not None:
-            new = k.shape[2]
-            put = self._put_of(k, v, [new] * self.batch, step.prepared.heads_alone)
-            ends += [end_of(x, x.itemsize) for x in (k, v)]
-        self.checked_steps.put(key, Checked(step, put, new, ends), step.size)
+            put = self._put_of(k, v, step.counts, step.call.heads_alone)
+            step = Prepared((q, k, v), step.call, put, self.addresses)
+        elif self.ring.size:  # what a window still has depends on lengths
+            return
+        self.steps.keep(step, given, options)
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
         keys = Paged(self.pages, [self.list.ctypes.data] * self.batch)
@@ -280,13 +274,22 @@ class _Part(NamedTuple):
     lengths: list[int]
 
 
+class _Table:
+    """The blocks of a sequence, by number, with SLACK more numbers past the last; and where they lie."""
+
+    __slots__ = ("address", "numbers")
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.numbers, self.address = numbers, numbers.ctypes.data
+
+
 class PoolStorage:
     """The tokens of a PagePool. To the kernels a page is a block; a sequence's table has the number of each block.
 
     Blocks are numbered through heads, so that one number times a block's bytes leads there.
     """
 
-    received, query, remember_put = staticmethod(_received), staticmethod(_query), remember_put
+    received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
     move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
@@ -301,19 +304,18 @@ class PoolStorage:
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
-        self.steps: Memo[Call] = Memo(_STEPS, _STEPS_BYTES)
-        self.checked_steps: Memo[PoolStep | CheckedPut] = Memo(_STEPS, _STEPS_BYTES)
-        self.puts: Memo[Put] = Memo(_STEPS, _PUTS_BYTES)
+        self.steps = Steps()
+        self.checked_step = self.steps.find
 
     # --- tables
 
-    def new_table(self) -> Table:
-        return Table(np.zeros(SLACK, np.int64))
+    def new_table(self) -> _Table:
+        return _Table(np.zeros(SLACK, np.int64))
 
-    def copied(self, table: Table) -> Table:
-        return Table(table.numbers.copy())
+    def copied(self, table: _Table) -> _Table:
+        return _Table(table.numbers.copy())
 
-    def extended(self, table: Table, pages: list[int], used: int, moved: list[int]) -> Table:
+    def extended(self, table: _Table, pages: list[int], used: int, moved: list[int]) -> _Table:
         """A table of these pages, where `table` is of the first `used` but for those at `moved`.
 
         What a table says past the pages of its sequence is nobody's, so it is extended in place while it has room.
@@ -322,7 +324,7 @@ class PoolStorage:
         if moved or end + SLACK > len(table.numbers):
             longer = np.zeros(max(len(table.numbers), 2 * end + SLACK), np.int64)
             longer[:kept_end] = table.numbers[:kept_end]
-            table = Table(longer)
+            table = _Table(longer)
         for at in (*moved, *range(used, len(pages))):
             first = pages[at] * self.page_blocks
             table.numbers[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
@@ -343,22 +345,20 @@ class PoolStorage:
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""
         if any(batch.counts):
-            addresses = (*[arrays.address_of(x) for x in (k, v)], *self.addresses[layer])
-            self._put_of(k, v, batch.counts).run(addresses, batch.before, [x.address for x in batch.tables])
+            addresses = (address_of(k), address_of(v), *self.addresses[layer])
+            self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> Put:
-        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads, get_threads()  # and on what the pool is
-        put = self.puts.get(key)
-        if put is None:
+    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
+        def make() -> AppendCall:
             first, nowhere = list(itertools.accumulate(counts, initial=0))[:-1], [0] * len(counts)
             new = [
                 New(x.dtype.name, head, row, column, [n * row for n in first], nowhere)
                 for x in (k, v)
                 for row, head, column in (x.strides,)
             ]
-            put = Put(self.kernel_blocks, new[0], new[1], counts, get_threads(), heads)
-            self.puts.put(key, put, put.size)
-        return put
+            return AppendCall(self.kernel_blocks, new[0], new[1], counts, get_threads(), heads)
+
+        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
 
     # --- attending
 
@@ -370,44 +370,25 @@ class PoolStorage:
             counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
-            step, any_lengths = self._step(q, part, lists, options, results.out.strides)
-            items = step.items_for(lengths, lists) if any_lengths else None
-            if items is None:
-                step.run(*addresses)
+            call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
+            if any_lengths:
+                call.run(*addresses, options.seed_word(), lengths, lists)
             else:
-                threads = 1 if sum(lengths) < _inline(self, max(counts)) else 0
-                step.run(*addresses, ctypes.addressof(items), threads, options.seed_word())
-
-    def checked_step(
-        self, sequences: int, tensors: tuple[Any, ...], options: Options
-    ) -> tuple[PoolStep | CheckedPut, list[int]] | None:
-        """A step of a form that was checked before, where every sequence has as many queries as by default, and the
-        addresses of q, or of q, k and v, or of k and v. Known by shapes, strides, dtypes, options
-        and threads, by how many sequences there are, and by what the pool is.
-        """
-        key = key_of(tensors, options, (sequences, get_threads()))
-        found = None if key is None else self.checked_steps.get(key)
-        addresses = None if found is None else addresses_of(tensors, found.ends)
-        return None if found is None or addresses is None else (found, addresses)
+                call.run(*addresses)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
-        """That a step with these arrays, of as many queries and new tokens as by default, was checked and prepared."""
-        key = key_of(given, options, (len(batch.tables), get_threads()))
+        """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""
         which = self._by_kernel(q.shape[1], batch.counts)
-        if key is None or 0 in q.shape or which != [[*range(len(batch.tables))]] or not min(batch.after):
+        if 0 in q.shape or which != [[*range(len(batch.tables))]] or not min(batch.after):
             return
         first = list(itertools.accumulate(batch.counts, initial=0))[:-1]
         part = _Part(tuple(which[0]), tuple(batch.counts), tuple(first), batch.after)
-        strides = np.empty((*q.shape[:-1], self.shape.value_dim), numpy_dtype(q.dtype)).strides
-        lists = [x.address for x in batch.tables]
-        prepared, any_lengths = self._step(q, part, lists, options, strides)
-        put, ends = None, [end_of(q, DTYPES[q.dtype][1])]
-        if k is not None:
-            put = self._put_of(k, v, batch.counts, prepared.heads_alone)
-            ends += [end_of(x, x.itemsize) for x in (k, v)]
+        lists, strides = [x.address for x in batch.tables], _out_strides(q, self.shape.value_dim)
+        call, any_lengths = self._call_of(q, part, lists, options, strides)
         if any_lengths:
-            step = PoolStep(prepared, self.addresses, q, put, ends, _inline(self, max(batch.counts)))
-            self.checked_steps.put(key, step, prepared.size)
+            put = None if k is None else self._put_of(k, v, batch.counts, call.heads_alone)
+            known = (q,) if k is None else (q, k, v)
+            self.steps.keep(Prepared(known, call, put, self.addresses), given, options)
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer
@@ -417,7 +398,7 @@ class PoolStorage:
         short, long = [i for i, n in enumerate(counts) if 0 < n <= few], [i for i, n in enumerate(counts) if n > few]
         return [x for x in (short, long) if x]
 
-    def _step(
+    def _call_of(
         self, q: Array, part: _Part, lists: list[int], options: Options, out_strides: tuple[int, ...]
     ) -> tuple[Call, bool]:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
@@ -426,17 +407,16 @@ class PoolStorage:
         if known is None or not longest:
             problem = from_stored(q, self.shape.stored(part.lengths, items=part.items), options)
             return self._prepare(problem, q, part, lists, out_strides), False
-        spans = 1 << (longest - 1 >> 10).bit_length()
-        # it depends on these, on what the pool is, and on no length or page: items_for() puts them in
-        where = part.items, part.counts, part.rows
-        key = (where, q.shape, q.strides, q.dtype, out_strides, known, spans, get_threads())
-        prepared = self.steps.get(key)
-        if prepared is None:
+        spans = spans_of(longest)
+
+        def make() -> Call:
             most, shortest = [spans * SPAN] * len(lists), max(part.counts) if options.causal else 1
             problem = from_stored(q, self.shape.stored(most, items=part.items, shortest=shortest), options)
-            prepared = self._prepare(problem, q, part, lists, out_strides)
-            self.steps.put(key, prepared, prepared.size)
-        return prepared, True
+            return self._prepare(problem, q, part, lists, out_strides)
+
+        # it depends on no length or page: items_for() puts them in
+        where = part.items, part.counts, part.rows
+        return self.steps.made(("call", where, q.shape, q.strides, q.dtype, out_strides, known, spans), make), True
 
     def _prepare(self, problem: Problem, q: Array, part: _Part, lists: list[int], out_strides: tuple[int, ...]) -> Call:
         rows, keys = Rows("lhd", q, out_strides, part.rows), Paged(self.kernel_pages, lists)

@@ -18,7 +18,8 @@ from typing import Any
 
 from ...errors import ArgumentError, FileError, shown
 from ...host.forks import importing
-from ...host.machine import Isa, cpu_identity, host_arch, setting
+from ...host.machine import Isa, cpu_identity, host_arch
+from ...host.shortcuts import setting
 from ...host.tunings import LIMITS, Tuning, shipped
 from .compile import cache_directory, digest_of, keep, read_kept
 

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from ...arrays.integers import integer
 from ...errors import ArgumentError, pass_on
 from ...host.forks import importing
-from ...host.machine import setting, slow_cores, usable_cpus
+from ...host.machine import slow_cores, usable_cpus
+from ...host.shortcuts import setting
 from ..memory.records import LEFT, LIMIT, TICKET, WORKER
 from .compile import Kernel
 
@@ -42,7 +43,7 @@ _warned = False
 
 
 def set_threads(n: int | None) -> None:
-    """Use up to `n` threads from now on, in this process; None goes back to SPEEDLIGHT_THREADS or every CPU.
+    """Uses up to `n` threads from now on, in this process; None goes back to SPEEDLIGHT_THREADS or every CPU.
 
     A call never runs on more threads than there are CPUs that the process may use at that time.
 
@@ -61,7 +62,8 @@ def set_threads(n: int | None) -> None:
 
 
 def get_threads() -> int:
-    """Threads a call may use now: set_threads, else SPEEDLIGHT_THREADS, but no more than the CPUs this process may use.
+    """Returns how many threads a call may use now: set_threads, else SPEEDLIGHT_THREADS, but no more than the CPUs that
+    this process may use.
 
     >>> import speedlight as sl
     >>> sl.get_threads() >= 1
@@ -76,7 +78,7 @@ def get_threads() -> int:
 
 
 class _InUse(threading.local):
-    """How many threads a thread's calls run on, of what was asked for, and until when that counts."""
+    """The number of threads that a thread's calls run on, of what was asked for, and until when that counts."""
 
     count = 1
     asked: int | None = None
@@ -88,7 +90,7 @@ _limit = usable_cpus  # threads that share a CPU take turns in the middle of tas
 
 
 def _threads_named(text: str) -> int:
-    """The number that SPEEDLIGHT_THREADS says; 0 where it says nothing."""
+    """Returns the number that SPEEDLIGHT_THREADS says; 0 where it says nothing."""
     if not text:
         return 0
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
@@ -100,7 +102,7 @@ def _threads_named(text: str) -> int:
 
 @functools.cache
 def _openmp(_torch_loaded: bool) -> int | None:
-    """The address of GOMP_parallel of an OpenMP runtime that something else has loaded; None without one."""
+    """Returns the address of GOMP_parallel of an OpenMP runtime that something else has loaded; None without one."""
     if sys.platform != "linux":
         return None
     try:
@@ -120,12 +122,12 @@ def _openmp(_torch_loaded: bool) -> int | None:
 
 
 def runtime() -> str:
-    """Which threads a region may use now: 'pool', ours; 'openmp', those of an OpenMP runtime as well."""
+    """Names the threads that a region may use now: 'pool', ours; 'openmp', those of an OpenMP runtime as well."""
     return "openmp" if not _forked and _openmp("torch" in sys.modules) else "pool"
 
 
 def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds: float, longest: float) -> None:
-    """All tickets of a call; `seconds` is how long one thread may take, and `longest` a region at most.
+    """Runs all tickets of a call; `seconds` is how long one thread may take, and `longest` a region at most.
 
     Raises as run_region does.
 
@@ -148,7 +150,7 @@ def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds:
 
 
 def run_alone(kernel: Kernel, words: Any, tickets: int) -> None:
-    """All tickets of a short call, in this thread."""
+    """Runs all tickets of a short call, in this thread."""
     words[LIMIT] = tickets
     try:
         kernel.entry(ctypes.addressof(words))
@@ -179,7 +181,7 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
 
 
 def _new_threads() -> Threads | None:
-    """Imported here: LLVM writes their code. None where there are none of this kind."""
+    """Starts our threads, imported here since LLVM writes their code; None where there are none of this kind."""
     global _ours
     if sys.platform == "linux":
         with importing:
@@ -191,7 +193,7 @@ def _new_threads() -> Threads | None:
 
 
 def _run_on_threads(ours: Threads, kernel: Kernel, words: Any, threads: int) -> None:
-    """One call into machine code, from the first store to the end: no signal comes between."""
+    """Runs a region in one call into machine code, from the first store to the end: no signal comes between."""
     openmp = None if _forked else _openmp("torch" in sys.modules)
     clock = _clock_of_team(ours, openmp, threads) if openmp else 0
     error = ours.run(kernel.address, ctypes.addressof(words), threads - 1, openmp or 0, clock)
@@ -218,7 +220,7 @@ def _run_on_helpers(kernel: Kernel, words: Any, count: int) -> None:
 
 
 def _started(count: int) -> list[_Helper]:
-    """Up to `count` running helpers; fewer if no more threads can be started."""
+    """Returns up to `count` running helpers; fewer if no more threads can be started."""
     while len(_helpers) < count:
         _helpers.append(_Helper())
     for helper in _helpers[:count]:
@@ -262,7 +264,7 @@ _calling = threading.local()  # .threads: of its OpenMP team, at most so far; .c
 
 
 def _clock_of_team(ours: Threads, openmp: int, threads: int) -> int:
-    """By which it can be told whether the calling thread's OpenMP team is awake; 0: a region must not run on it.
+    """Returns the clock that tells whether the calling thread's OpenMP team is awake; 0: a region must not run on it.
 
     GNU OpenMP ends the process if it cannot start a thread, so a trial comes first.
     """
@@ -275,7 +277,7 @@ def _clock_of_team(ours: Threads, openmp: int, threads: int) -> int:
 
 
 def _try_threads(count: int) -> bool:
-    """Whether `count` more threads can run at the same time; they have ended when it returns True.
+    """Returns whether `count` more threads can run at the same time; they have ended when it returns True.
 
     In vain, now, where one does not come: it may have ended before its first line, as in llvm.undisturbed().
     """
@@ -316,7 +318,7 @@ def _warn(error: object) -> None:
 
 
 def _after_fork() -> None:
-    """In the child: none of the parent's threads exist, and no region runs."""
+    """Resets a forked child: none of the parent's threads exist, and no region runs."""
     global _forked, _ours
     _forked, _ours = True, None
     _helpers.clear()

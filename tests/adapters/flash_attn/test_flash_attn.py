@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import inspect
 import math
-import re
 import sys
 
 import flash
 import pytest
 import torch
-from conftest import ROOT
+from flash import agree, close, infinite, made
 
 import speedlight as sl
 import speedlight.flash_attn as fa
@@ -82,43 +80,6 @@ def default_of(p: inspect.Parameter) -> str:
     return "" if p.default is p.empty else f"={p.default!r}"
 
 
-@pytest.mark.parametrize("name", ["", ".bert_padding", ".installing", ".interface", ".v3", ".v4"])
-def test_examples(name):
-    module = importlib.import_module("speedlight.flash_attn" + name)
-    result = doctest.testmod(module)
-    assert result.attempted > 0 and result.failed == 0
-    if name in (".interface", ".v3", ".v4", ".bert_padding"):
-        public = [x for x in vars(module) if not x.startswith("_") and getattr(vars(module)[x], "__module__", "")
-                  == module.__name__ and inspect.isfunction(vars(module)[x])]  # fmt: skip
-        undocumented = [x for x in public if ">>>" not in (vars(module)[x].__doc__ or "")]
-        assert set(undocumented) <= {"absorbed", "check_absorbed"}
-
-
-def test_examples_of_the_page():
-    page = ROOT / "docs" / "flash_attn.md"
-    names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(code, names)
-    assert torch.equal(names["out"], names["same"]) and torch.equal(names["out"], names["also"])
-    assert names["padded"].shape == (2, 4, 8, 64) and (names["padded"][1, 2:] == 0).all()
-
-
-def made(seed: int, *shapes: tuple[int, ...], grad: bool = False) -> list[torch.Tensor]:
-    torch.manual_seed(seed)
-    return [torch.randn(shape, requires_grad=grad) for shape in shapes]
-
-
-def close(found, expected):
-    torch.testing.assert_close(found.double(), expected.double(), atol=3e-6, rtol=2e-5)
-
-
-def flown(outs, inputs):
-    """What flows back of a fixed sum of them."""
-    torch.manual_seed(99)
-    total = sum((x.masked_fill(~x.isfinite(), 0).double() * torch.randn(x.shape).double()).sum() for x in outs)
-    return torch.autograd.grad(total, inputs)
-
-
 CASES = {
     "plain": {},
     "causal, more queries than keys": {"causal": True, "sq": 9, "sk": 4},
@@ -143,11 +104,8 @@ def test_dense(name):
     scale, softcap = options.get("scale"), options.get("softcap", 0.0)
     out, lse, weights = fa.flash_attn_func(q, k, v, 0.0, scale, causal, window, softcap, slopes, True, True)
     true_out, true_lse = flash.batched(q, k, v, slopes=slopes, **options)
-    close(out, true_out)
-    close(lse, true_lse.masked_fill(true_lse == -INF, INF))
+    agree((out, lse), (true_out, infinite(true_lse)), (q, k, v))
     assert weights.numel() == 0 and lse.dtype == torch.float32
-    for x, y in zip(flown((out, lse), (q, k, v)), flown((true_out, true_lse), (q, k, v)), strict=True):
-        close(x, y)
     alone = fa.flash_attn_func(q, k, v, 0.0, scale, causal, window, softcap, slopes)
     assert torch.equal(alone, out)
 
@@ -156,8 +114,7 @@ def test_packed_in_one_tensor():
     (qkv,) = made(2, (2, 5, 3, 4, 8), grad=True)
     out = fa.flash_attn_qkvpacked_func(qkv, 0.0, None, True, (2, 0))
     true, _ = flash.batched(*qkv.unbind(2), causal=True, window=(2, 0))
-    close(out, true)
-    close(flown((out,), (qkv,))[0], flown((true,), (qkv,))[0])
+    agree((out,), (true,), (qkv,))
     q, kv = made(3, (2, 5, 4, 8), (2, 7, 2, 2, 8))
     close(fa.flash_attn_kvpacked_func(q, kv, 0.0, 0.2), flash.batched(q, *kv.unbind(2), scale=0.2)[0])
 
@@ -171,10 +128,7 @@ def test_varlen(by_item):
     true_out, true_lse = flash.ragged(q, k, v, cu_q, cu_k, **options)
     given = (cu_q, cu_k, 4, 6, 0.0, None, True, (3, -1), 0.0, slopes)
     out, lse, _ = fa.flash_attn_varlen_func(q, k, v, *given, return_attn_probs=True)
-    close(out, true_out)
-    close(lse, true_lse.masked_fill(true_lse == -INF, INF))
-    for x, y in zip(flown((out, lse), (q, k, v)), flown((true_out, true_lse), (q, k, v)), strict=True):
-        close(x, y)
+    agree((out, lse), (true_out, infinite(true_lse)), (q, k, v))
     kv = torch.stack((k, v), 1)
     assert torch.equal(fa.flash_attn_varlen_kvpacked_func(q, kv, *given), out)
 
@@ -195,8 +149,7 @@ def test_varlen_pages():
     )  # fmt: skip
     k, v = (torch.cat([x[table[0]].flatten(0, 1)[:4], x[table[1]].flatten(0, 1)[:6]]) for x in (pages_k, pages_v))
     true_out, true_lse = flash.ragged(q, k, v, cu_q, cu_k, causal=True, window=(2, 0))
-    close(out, true_out)
-    close(lse, true_lse)
+    agree((out, lse), (true_out, true_lse))
 
 
 def test_dropout():
@@ -213,9 +166,7 @@ def test_dropout():
     s = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * 8**-0.5
     p = s.masked_fill(torch.ones(5, 7, dtype=torch.bool).triu(3), -INF).softmax(-1)
     true_out = torch.einsum("bhij,bjhd->bihd", p * (weights > 0) / 0.6, values)
-    close(out, true_out)
-    for x, y in zip(flown((out,), (q, k, v)), flown((true_out,), (q, k, v)), strict=True):
-        close(x, y)
+    agree((out,), (true_out,), (q, k, v))
     torch.manual_seed(0)
     assert torch.equal(fa.flash_attn_func(q, k, v, 0.4, causal=True), out)
     assert not torch.equal(fa.flash_attn_func(q, k, v, 0.4, causal=True), out)

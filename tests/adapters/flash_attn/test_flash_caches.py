@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import flash
 import pytest
 import torch
-from test_flash_attn import close, made
+from flash import agree, close, infinite, made
 
 import speedlight as sl
 import speedlight.flash_attn as fa
@@ -99,8 +97,7 @@ def test_appends_and_attends(name, where):
         keys, values = room.read(item, pads[item], start + n)
         own = None if slopes is None else slopes[item]
         true_out, true_lse = flash.attended(own_q, keys, values, slopes=own, **case)
-        close(out[item], true_out)
-        close(lse[item], true_lse.masked_fill(true_lse == -math.inf, math.inf))
+        agree((out[item], lse[item]), (true_out, infinite(true_lse)))
     for x, y in zip((room.k, room.v), room.given, strict=True):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
     assert options["cache_seqlens"].tolist() == before
@@ -129,8 +126,7 @@ def test_version_3_takes_packed_tokens(paged):
         for i in range(count):
             room.put(item, start + i, own_k[i], v[new][i])
         true_out, true_lse = flash.attended(own_q, *room.read(item, pads[item], start + count), causal=True)
-        close(out[rows], true_out)
-        close(lse[:, rows], true_lse)
+        agree((out[rows], lse[:, rows]), (true_out, true_lse))
     torch.testing.assert_close(room.k, room.given[0], atol=1e-6, rtol=1e-6)
 
 
@@ -204,7 +200,7 @@ def test_an_interrupt_puts_the_cache_back(monkeypatch):
 
     room = Room(False)
     q, k, v = made(15, (3, 2, HEADS, D), (3, 2, KV, D), (3, 2, KV, D))
-    monkeypatch.setattr(caches, "attended", interrupted)
+    monkeypatch.setattr(caches, "attend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fa.flash_attn_with_kvcache(q, room.k, room.v, k, v, cache_seqlens=4)
     assert torch.equal(room.k, room.given[0]) and torch.equal(room.v, room.given[1])

@@ -7,7 +7,7 @@ import math
 import flash
 import pytest
 import torch
-from test_flash_attn import close, flown, made
+from flash import agree, close, made
 
 import speedlight as sl
 import speedlight.flash_attn as fa
@@ -21,10 +21,7 @@ def test_version_3(options):
     given["softmax_scale"] = given.pop("scale", None)
     out, lse = v3.flash_attn_func(q, k, v, **given, return_attn_probs=True)
     true = flash.batched(q, k, v, **options)
-    close(out, true[0])
-    close(lse, true[1])
-    for x, y in zip(flown((out, lse), (q, k, v)), flown(true, (q, k, v)), strict=True):
-        close(x, y)
+    agree((out, lse), true, (q, k, v))
 
 
 @pytest.mark.parametrize("call", [v3.flash_attn_func, v4.flash_attn_func])
@@ -36,8 +33,7 @@ def test_scores_of_values(call):
     true = flash.batched(q, k, v, qv=qv, causal=True)
     close(out, true[0])
     close(lse if call is v3.flash_attn_func else lse.transpose(1, 2), true[1])
-    for x, y in zip(flown((out,), (q, k, v, qv)), flown(true[:1], (q, k, v, qv)), strict=True):
-        close(x, y)
+    agree((out,), true[:1], (q, k, v, qv))
 
 
 @pytest.mark.parametrize("heads", [None, 4])
@@ -84,10 +80,8 @@ def test_sequences(version, name):
             true[rows], true_lse[:, rows] = found, found_lse
         else:
             true[n, rows], true_lse[n, :, rows] = found, found_lse
-    close(out, true)
-    close(lse, true_lse)
-    for x, y in zip(flown((out,), (q, k, v)), flown((true,), (q, k, v)), strict=True):
-        close(x, y)
+    agree((out, lse), (true, true_lse))
+    agree((out,), (true,), (q, k, v))
 
 
 def row_range(ends, n, packed, used, most):
@@ -148,8 +142,7 @@ def test_version_4_windows(window, causal):
         given = window if rows == 6 else tuple(n if n is None else torch.tensor(n) for n in window)
         out, lse = v4.flash_attn_func(q, k, v, causal=causal, window_size=given, return_lse=True)
         true = flash.batched(q, k, v, mask=seen(window, causal, keys - rows))
-        close(out, true[0])
-        close(lse, true[1])
+        agree((out, lse), (true[0], true[1]))
         ends = {"cu_seqlens_q": flash.offsets(rows), "cu_seqlens_k": flash.offsets(keys)}
         packed, _ = v4.flash_attn_varlen_func(q[0], k[0], v[0], **ends, causal=causal, window_size=given)
         close(packed, true[0][0])
@@ -173,10 +166,7 @@ def test_version_4_without_queries_and_keys():
     qv, v = made(18, (2, 5, 4, 12), (2, 7, 2, 12), grad=True)
     true = flash.batched(qv, v, v, causal=True)
     out, lse = v4.flash_attn_func(None, None, v, qv, causal=True, return_lse=True)
-    close(out, true[0])
-    close(lse.transpose(1, 2), true[1])
-    for x, y in zip(flown((out, lse), (qv, v)), flown((true[0], true[1].transpose(1, 2)), (qv, v)), strict=True):
-        close(x, y)
+    agree((out, lse), (true[0], true[1].transpose(1, 2)), (qv, v))
     ends_q, ends_k = flash.offsets(5, 5), flash.offsets(7, 7)
     packed, _ = v4.flash_attn_varlen_func(
         None, None, v.flatten(0, 1), qv.flatten(0, 1), cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, causal=True
@@ -203,8 +193,7 @@ def test_pages_have_gradients(version, used):
     true = flash.ragged(q, keys, values, ends, flash.offsets(*lens), causal=True)
     close(out, true[0])
     close(lse, true[1].masked_fill(true[1] == -math.inf, math.inf) if version == 2 else true[1])
-    for x, y in zip(flown((out,), (q, k, v)), flown(true[:1], (q, k, v)), strict=True):
-        close(x, y)
+    agree((out,), true[:1], (q, k, v))
     with torch.no_grad():
         again = v4.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=ends, page_table=table, seqused_k=torch.tensor(lens), causal=True
@@ -230,10 +219,7 @@ def test_version_4_sinks():
     sink = torch.randn(4, requires_grad=True)
     out, lse = v4.flash_attn_func(q, k, v, learnable_sink=sink, causal=True, return_lse=True)
     true = flash.batched(q, k, v, sink=sink, causal=True)
-    close(out, true[0])
-    close(lse, true[1])
-    for x, y in zip(flown((out, lse), (q, k, v, sink)), flown(true, (q, k, v, sink)), strict=True):
-        close(x, y)
+    agree((out, lse), true, (q, k, v, sink))
 
 
 def test_version_4_functions():
@@ -252,15 +238,12 @@ def test_version_4_functions():
     true = flash.batched(
         q, k, v, causal=True, score=lambda s, h, i, j: s.tanh() + bias[h].double() - 0.25 * (i + 2 - j)
     )
-    close(out, true[0])
-    for x, y in zip(flown((out, lse), (q, k, v, bias)), flown(true, (q, k, v, bias)), strict=True):
-        close(x, y)
+    agree((out, lse), true, (q, k, v, bias))
     out, lse = v4.flash_attn_func(
         q, k, v, mask_mod=lambda b, h, m, n, info, aux: (aux[0][n] != 0) & (n <= m), aux_tensors=[odd], return_lse=True
     )
     true = flash.batched(q, k, v, mask=lambda i, j: (odd[j] != 0) & (j <= i))
-    close(out, true[0])
-    close(lse, true[1])
+    agree((out, lse), (true[0], true[1]))
 
 
 def test_version_4_functions_of_sequences():
@@ -289,8 +272,7 @@ def test_version_4_functions_of_sequences():
         rows, count = slice(*ends_q[n : n + 2]), int(used[n])
         keys, values = (x[table[n]].flatten(0, 1)[:count] for x in (pages_k, pages_v))
         true = flash.attended(q[rows], keys, values, mask=lambda i, j, c=count: j < c - 1 - i)
-        close(out[rows], true[0])
-        close(lse[:, rows], true[1])
+        agree((out[rows], lse[:, rows]), (true[0], true[1]))
 
 
 def test_combine():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import doctest
 import functools
 import inspect
 import os
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FULL, ROOT
+from conftest import FULL
 
 import speedlight as sl
 import speedlight.jax
@@ -387,21 +386,6 @@ def test_a_jax_that_no_longer_takes_handlers_says_so(monkeypatch):
     monkeypatch.setattr(xla, "_VERSION", (99, 0))
     with pytest.raises(sl.UnsupportedError, match=r"speedlight\.jax: expected a JAX .* 99\.0 of its FFI; JAX \d"):
         xla.register("speedlight_of_tomorrow", lambda *_: None)
-
-
-@pytest.mark.parametrize("thing", [speedlight.jax, attend], ids=["module", "dot_product_attention"])
-def test_docstrings(thing):
-    [found] = doctest.DocTestFinder(recurse=False).find(thing, "speedlight.jax")
-    assert found.examples and doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF).run(found).failed == 0
-
-
-def test_examples():
-    """Those of docs/jax.md."""
-    names: dict = {}
-    text = (ROOT / "docs" / "jax.md").read_text()
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(code.replace("512", "16"), names)
-    assert names["dq"].shape == (2, 16, 8, 64)
 
 
 def test_arrays_in_expressions():

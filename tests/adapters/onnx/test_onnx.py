@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
-import re
 import warnings
 
 import ml_dtypes
@@ -12,7 +10,7 @@ import numpy as np
 import onnx
 import onnx.helper as h
 import pytest
-from conftest import FULL, ROOT
+from conftest import FULL
 from onnx.reference import ReferenceEvaluator
 from tolerance import assert_within
 
@@ -361,21 +359,3 @@ def test_backend():
     with pytest.raises(sl.ArgumentError, match="device: expected 'CPU'; got 'CUDA'"):
         speedlight.onnx.run_node(node, [q, q, q], "CUDA")
     assert speedlight.onnx.supports_device("CPU:0") and not speedlight.onnx.supports_device("CUDA")
-
-
-@pytest.mark.parametrize("name", ["speedlight.onnx", *speedlight.onnx.__all__])
-def test_docstrings(name):
-    thing = speedlight.onnx if name == "speedlight.onnx" else getattr(speedlight.onnx, name)
-    if name == "OPS":
-        return
-    [found] = doctest.DocTestFinder(recurse=False).find(thing, name)
-    assert found.examples and doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF).run(found).failed == 0
-
-
-def test_examples():
-    """Those of docs/onnx.md."""
-    names: dict = {}
-    text = (ROOT / "docs" / "onnx.md").read_text()
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(code.replace("512", "16"), names)
-    assert (names["out"] == names["same"]).all()

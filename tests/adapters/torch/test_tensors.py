@@ -265,8 +265,6 @@ def test_autograd_hears_of_a_kernel_that_is_stopped(repeated, monkeypatch):
 
     flow = saved(out)
     monkeypatch.setattr(Call, "run", stopped)
-    for known in dense._prepared._held.values():
-        monkeypatch.setattr(known.value, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
         sl.attention(q, k, v, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -279,17 +279,6 @@ def test_vmap(dims, options):
         assert torch.equal(out[one], want) and torch.equal(lse[one], want_lse)
 
 
-def test_autocast():
-    q, k, v = tensors(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = speedlight.torch.attention(q, k, v, causal=True)
-        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        wide = speedlight.torch.attention(*(x.double() for x in (q, k, v)))
-    assert out.dtype == theirs.dtype == torch.bfloat16 and wide.dtype == torch.float64
-    assert torch.equal(out, speedlight.torch.attention(*(x.bfloat16() for x in (q, k, v)), causal=True))
-    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant):
     q, k, v = tensors()

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as flex
 import speedlight as sl
 import speedlight.torch
 from speedlight.torch import create_block_mask, flex_attention
-from speedlight.torch.flex import _apart
+from speedlight.torch.flex import _split_causal
 
 pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 BATCH, HEADS, KV_HEADS, SIDE = 2, 4, 2, 12
@@ -285,15 +285,15 @@ def test_block_tables_are_obeyed():
 
 
 def test_tables_that_say_no_more_than_the_function_cost_nothing():
-    from speedlight.torch.blocks import mask_of
+    from speedlight.torch.blocks import read_mask
 
     for block in (16, 128):
         mask = flex.create_block_mask(sliding(20), 1, 1, LENGTH, LENGTH, "cpu", BLOCK_SIZE=block)
-        assert repr(mask_of(mask, (BATCH, HEADS, LENGTH, LENGTH))) == "mask (((i - j) <= 20) & (i >= j))"
+        assert repr(read_mask(mask, (BATCH, HEADS, LENGTH, LENGTH))) == "mask (((i - j) <= 20) & (i >= j))"
     noop = flex.create_block_mask(flex.noop_mask, 1, 1, LENGTH, LENGTH, "cpu")
-    assert mask_of(noop, (BATCH, HEADS, LENGTH, LENGTH)) is None
+    assert read_mask(noop, (BATCH, HEADS, LENGTH, LENGTH)) is None
     of_items = blocks_of(torch.tril(torch.ones(1, 1, 9, 9)), mask_mod=lambda b, h, i, j: (i >= j) | (b > 0))
-    assert "block_mask" in repr(mask_of(of_items, (BATCH, HEADS, LENGTH, LENGTH)))
+    assert "block_mask" in repr(read_mask(of_items, (BATCH, HEADS, LENGTH, LENGTH)))
 
 
 def test_pytorchs_own_call_gives_the_same(monkeypatch):
@@ -434,7 +434,7 @@ def test_causal_beside_other_terms_is_the_kernels_own():
     q, k, v = (torch.randn(1, 2, 200, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
     for function, causal in functions:
         whole = sl.expression(function, "mask")
-        apart, rest = _apart(whole)
+        apart, rest = _split_causal(whole)
         assert apart == causal and (rest is not whole) == causal
         mask = create_block_mask(function, None, None, 200, 200, "cpu")
         got = flex_attention(q, k, v, block_mask=mask)

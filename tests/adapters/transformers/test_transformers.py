@@ -244,22 +244,23 @@ def test_padding_of_this_mask(seed):
     for _ in range(60):
         n, in_cache = int(torch.randint(1, 10, (), generator=r)), bool(torch.rand(1, generator=r) < 0.5)
         keys = 12 if in_cache else n
-        shown = masks._padding(whole[:, :n], in_cache)
+        shown = masks._make_padding(whole[:, :n], in_cache)
         found = [[bool(evaluate(shown.root, {"b": b, "h": 0, "i": 0, "j": j})) for j in range(keys)] for b in range(2)]
         assert found == [[j >= n or bool(whole[b, j]) for j in range(keys)] for b in range(2)], (n, in_cache)
         assert in_cache or [x.shape for x in shown.tables] == [(2, n)]  # attention() takes no other
 
 
 def test_register(monkeypatch):
-    from speedlight.transformers import attending, registering
+    from speedlight.transformers import attending
+    from speedlight.transformers.registering import TRANSFORMERS
 
-    registering.check_version("5.23.4")
+    TRANSFORMERS.check_version("5.23.4")
     with pytest.raises(sl.Error, match=r"expected 5.23 or newer, .*; got 4.57.1. pip install -U"):
-        registering.check_version("4.57.1")
+        TRANSFORMERS.check_version("4.57.1")
     with pytest.raises(sl.Error, match=r"none is installed. pip install"):
-        registering.check_version(None)
+        TRANSFORMERS.check_version(None)
     with pytest.warns(UserWarning, match=r"5.24.0 is newer than 5.23, the last one .* pip install 'transformers==5.23"):
-        registering.check_version("5.24.0")
+        TRANSFORMERS.check_version("5.24.0")
     for wrong, words in (
         ({"replace_sdpa": 1}, "replace_sdpa"),
         ({"harmless": "x"}, "harmless"),
@@ -281,21 +282,3 @@ def test_a_model_without_register_says_what_docs_quote(monkeypatch):
     with pytest.raises(ValueError, match=re.escape(said)):
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="speedlight"))
     assert f"ValueError: {said}" in (ROOT / "docs" / "transformers.md").read_text()
-
-
-def test_docs():
-    names: dict = {}
-    text = (ROOT / "docs" / "transformers.md").read_text()
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(code, names)
-    assert "cache" in names
-
-
-@pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1: docstrings are looked at in test_docs.py's way")
-def test_docstrings():
-    import doctest
-
-    for name in speedlight.transformers.__all__:
-        examples = doctest.DocTestFinder(recurse=False).find(getattr(speedlight.transformers, name), name)
-        assert sum(len(x.examples) for x in examples) > 0 or name == "unregister", name
-        assert sum(doctest.DocTestRunner().run(x).failed for x in examples) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pools import kept_steps
 from problems import qkv
 
 import speedlight as sl
@@ -48,7 +49,9 @@ def test_another_seed_prepares_nothing(rng, q_len):
             assert got.tobytes() == out
             assert sl.attention(q, k, v, dropout=0.3, seed=np.uint64(seed)).tobytes() == out
     assert len(set(first.values())) == 4
-    assert len(dense._prepared) == 1 and len(cache._storage.steps) == 1 and len(pool._storage.steps) == 1
+    assert len(dense._prepared) == 1
+    for owner in (cache, pool):
+        assert len({x.call for x in kept_steps(owner) if x.call is not None}) == 1
 
 
 def test_steps_with_other_seeds(rng):
@@ -60,7 +63,7 @@ def test_steps_with_other_seeds(rng):
         out = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], dropout=0.5, seed=n)
         want = sl.attention(q[:, :, here], *(x[:, :, : n + 1] for x in (k, v)), dropout=0.5, seed=n)
         assert out.tobytes() == want.tobytes()
-    assert len(cache._storage.checked_steps) == 1
+    assert len([x for x in kept_steps(cache) if x.put is not None]) == 1
 
 
 # --- errors

@@ -22,6 +22,7 @@ from test_attention import (  # noqa: F401 - collected here as well, with the fi
 
 import speedlight as sl
 from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.products.product import CLASSES, product_of
 from speedlight.cpu.runtime.compile import emit
 from speedlight.host import machine, tunings
 from speedlight.host.tunings import Fetching
@@ -129,3 +130,20 @@ def test_every_unit_has_a_row_in_every_table():
         for product in {unit.product(storage) for storage in ("f32", "f64", "f16", "bf16")}:
             assert product in machine.PRODUCTS
             assert len(tuning.blocking(product).worth) == 3
+
+
+def test_every_product_has_a_class_and_none_takes_anothers_tuning():
+    assert machine.PRODUCTS.keys() == CLASSES.keys()
+    for tuning in tunings.TUNINGS.values():
+        assert {x: tuning.blocking(x) for x in machine.PRODUCTS} == {"fma": tuning.fma, "pairs": tuning.pairs}
+        with pytest.raises(KeyError):
+            tuning.blocking("tiles")
+
+
+@pytest.mark.parametrize(("storage", "least"), [("f32", 0.0), ("bf16", 0.0), ("f64", 2.0**-51)])
+def test_powers_are_as_near_as_their_product_says(storage, least):
+    """2^f on [-1/2, 1/2] by the product's polynomial; float64 rounds, too, where that of f64 is tried."""
+    product = product_of(Shape("forward", machine.isa_named("avx512bf16"), storage, 1))
+    f = np.linspace(-0.5, 0.5, 100_001)
+    found = 1.0 + sum(c * f**n for n, c in enumerate(product.exp2_terms, 1))
+    assert np.abs(found / np.exp2(f) - 1.0).max() <= product.exp2_error + least

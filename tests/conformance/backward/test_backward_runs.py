@@ -5,6 +5,7 @@ and what is refused.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +31,9 @@ import speedlight as sl
 from speedlight.arrays import array as arrays
 from speedlight.calls import backward
 from speedlight.cpu.engine import backward_call as differentiate
-from speedlight.cpu.engine import gradient_requests as gradients
+from speedlight.cpu.engine import table_sums
 from speedlight.cpu.memory.records import HEAD, LEFT, LIMIT, SCRATCH, TICKET, WORKER
-from speedlight.cpu.runtime import workers
+from speedlight.cpu.runtime import launch, workers
 
 linux = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 
@@ -86,8 +88,8 @@ def test_guard_pages(isa, guarded, no_gap, dtype, monkeypatch):
         last = guarded[13]
         return (ctypes.c_char * size).from_address(last.base + last.size - size)
 
-    monkeypatch.setattr(differentiate, "take_scratch", scratch)
-    monkeypatch.setattr(differentiate, "give_scratch", lambda x: None)
+    monkeypatch.setattr(launch, "take_scratch", scratch)
+    monkeypatch.setattr(launch, "give_scratch", lambda x: None)
     sl.set_threads(1)
     for n in range(1500 if FULL else 40):
         side = str(rng.choice(["over", "under"]))
@@ -140,7 +142,7 @@ def test_offsets_above_two_to_the_31(rng, dtype):
 def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype):
     given = problem(rng, dtype, 2, 1, 230, 150, 33, 17, causal=True)
     results = set()
-    for _ in rubbish(differentiate):
+    for _ in rubbish(launch):
         results.add(b"".join(x.tobytes() for x in sl.attention_backward(*given, causal=True)))
     assert len(results) == 1
 
@@ -164,8 +166,8 @@ def followed(rng, monkeypatch) -> Any:
         return s + table[i - 100, j]
 
     given = problem(rng, "float64", 4, 2, 500, 600, 16, 16, score=score)  # whose sums tell in what order they were made
-    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
-    monkeypatch.setattr(gradients._TableSums, "beside", lambda *_: False)
+    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(table_sums.TableSums, "beside", lambda *_: False)
 
     def call() -> Any:
         *others, (found,) = sl.attention_backward(*given, score=score, grads=(table,))
@@ -197,7 +199,7 @@ def test_tasks_wait_for_their_turn(which, request, monkeypatch):
     call, want = request.getfixturevalue(which)
     cuts = []
 
-    def out_of_turn(kernel: Any, words: Any, tickets: int, threads: int, *_: float) -> None:
+    def out_of_turn(kernel: Any, words: Any, tickets: int, threads: int = 1, *_: float) -> None:
         cut = max(1, 5 * len(cuts))  # of five ranges of keys: where a head begins, too
         cuts.append(cut)
         early, late = from_ticket(words, 0, cut), from_ticket(words, cut, tickets)
@@ -210,7 +212,8 @@ def test_tasks_wait_for_their_turn(which, request, monkeypatch):
         thread.join(60)
         assert not thread.is_alive()
 
-    monkeypatch.setattr(differentiate, "run_tickets", out_of_turn)
+    for name in ("run_alone", "run_tickets"):
+        monkeypatch.setattr(launch, name, out_of_turn)
     for _ in range(18):
         same(call(), want, f"from ticket {cuts}")
 
@@ -221,13 +224,14 @@ def test_a_call_may_stop_after_any_ticket(which, request, monkeypatch):
     call, want = request.getfixturevalue(which)
     at = [0, 1]
 
-    def in_two(kernel: Any, words: Any, tickets: int, threads: int, *_: float) -> None:
+    def in_two(kernel: Any, words: Any, tickets: int, threads: int = 1, *_: float) -> None:
         at[1] = tickets
         for first, end in itertools.pairwise((0, min(at[0], tickets), tickets)):
             if first < end:
                 workers.run_region(kernel, from_ticket(words, first, end), threads)
 
-    monkeypatch.setattr(differentiate, "run_tickets", in_two)
+    for name in ("run_alone", "run_tickets"):
+        monkeypatch.setattr(launch, name, in_two)
     while at[0] <= at[1]:
         same(call(), want, f"cut at {at[0]}")
         at[0] += 1 if FULL else 3
@@ -273,8 +277,6 @@ def test_forks_while_computing():
     code = f"""
 import warnings; warnings.simplefilter("ignore")
 import os, threading, numpy as np, speedlight as sl
-from speedlight.cpu.engine import backward_call as differentiate
-differentiate._RANGES = 128, 128
 x = np.random.default_rng(0).standard_normal((1, 2, 500, 16)).astype(np.float32)
 out, lse = sl.attention(x, x, x, return_lse=True)
 def call(): return b"".join(y.tobytes() for y in sl.attention_backward(x, x, x, out, lse, x))
@@ -353,9 +355,9 @@ def test_a_repeated_call_sees_what_changed(rng):
 def test_memory_is_small_and_linear(monkeypatch, dtype):
     """Beside the gradients: 40 MB for one head of 65,536 tokens; of 16 bits also the gradients' sums in float32."""
     taken = []
-    monkeypatch.setattr(differentiate, "take_scratch", lambda size: taken.append(size) or (ctypes.c_char * 64)())
-    monkeypatch.setattr(differentiate, "give_scratch", lambda scratch: None)
-    monkeypatch.setattr(differentiate, "run_tickets", lambda *given: None)
+    monkeypatch.setattr(launch, "take_scratch", lambda size: taken.append(size) or (ctypes.c_char * 64)())
+    monkeypatch.setattr(launch, "give_scratch", lambda scratch: None)
+    monkeypatch.setattr(launch, "run_tickets", lambda *given: None)
     sl.set_threads(2)
     extra = []
     for n in (32768, 65536):
@@ -368,6 +370,20 @@ def test_memory_is_small_and_linear(monkeypatch, dtype):
         extra.append(peak - 3 * x.nbytes - sums + taken[-1])
     assert extra[1] < 40 << 20
     assert extra[1] - extra[0] < 1 << 20
+
+
+def test_a_prepared_call_keeps_no_array(rng):
+    """Calls are known by shapes and strides: whoever drops the arrays has their memory back."""
+    arrays = qkv(rng, "float32", 1, 2, 2, 5, 6, 9, 8)
+    everything = [*arrays, *flow_of(rng, arrays)]
+    held = [weakref.ref(x) for x in everything]
+    backward._prepared.clear()
+    for _ in range(2):
+        sl.attention_backward(*everything)
+    assert len(backward._prepared) == 1
+    del arrays, everything
+    gc.collect()
+    assert [x() for x in held] == [None] * len(held)
 
 
 # --- what is refused

@@ -17,8 +17,8 @@ from ways import poisoned
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.cpu.engine import backward_call as differentiate
-from speedlight.cpu.engine import gradient_requests as gradients
+from speedlight.cpu.engine import backward_call, table_sums
+from speedlight.cpu.engine.backward_schedule import tickets_of_tables
 from speedlight.problem.problem import Problem
 
 RNG = np.random.default_rng(7)
@@ -99,7 +99,7 @@ def test_shares_know_the_problem_alone(rng, monkeypatch):
     """Few where tables are large: the sums of all of them stay within a limit."""
     score, tables = FORMS["two tables"]
     arrays, options = problem("bfloat16", rng, score, dropout=0.2, seed=5)
-    monkeypatch.setattr(gradients, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
+    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
     assert_gradients(arrays[:3], arrays[3:], grads=tables, **options)
 
 
@@ -121,7 +121,7 @@ ROWWISE = {
 def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch):
     """For any threads, with NaN that is seen, and tables of either type."""
     shape, read = ROWWISE[name]
-    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
     more: dict[str, Any] = {"k_start": 1024, "q_start": 1024 + int(rng.integers(0, 190)), "dropout": 0.1, "seed": 3}
     ends: dict[str, dict[str, Any]] = {
         "float32": {"mask": sl.window(150, 40)},
@@ -145,7 +145,7 @@ def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch)
 @pytest.mark.parametrize("name", ["one of all heads", "one of each head"][: 2 if FULL else 1])
 def test_packed_rows_have_the_bits_of_entries_one_by_one(rng, name, monkeypatch):
     shape, read = ROWWISE[name]
-    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
     t = sl.table(rng.standard_normal(shape).astype(np.float32))
     scores = [
         lambda s, b, h, i, j: s + read(t, b, h, i, j),
@@ -187,13 +187,13 @@ def test_dense_scores_beside_dq_dk_and_dv(rng, name, dtype, monkeypatch):
     options = {"score": lambda s, b, h, i, j: s + read(t, b, h, i, j), "mask": sl.window(400, 100)}
     options |= {"q_start": 0, "sink_logits": rng.standard_normal(Q_HEADS), "dropout": 0.1, "seed": 3}
     arrays = (q, k, v, *flow_of(rng, (q, k, v), **options))
-    sums, seen, results = gradients._sums_of, [], []
-    monkeypatch.setattr(gradients, "_sums_of", lambda *x: seen.append(sums(*x)) or seen[-1])
+    sums, seen, results = table_sums.sums_of, [], []
+    monkeypatch.setattr(backward_call, "sums_of", lambda *x: seen.append(sums(*x)) or seen[-1])
     for threads, beside in ((1, True), (1, False), (2, False), (3, False)):
         sl.set_threads(threads)
         with monkeypatch.context() as m, tuned(ranges={"keys": (128, 128)}):
             if beside:
-                m.setattr(gradients._TableSums, "beside", lambda *_: True)
+                m.setattr(table_sums.TableSums, "beside", lambda *_: True)
             results.append(sl.attention_backward(*arrays, grads=(t, "sink_logits"), **options))
         assert seen[-1].rows and seen[-1].alone == (name == "each pair")
     want = reference.backward(*arrays, grads=(t,), **options)[3][0]
@@ -222,7 +222,7 @@ class Numpy:
 @pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 def test_keys_that_a_table_lacks_are_hidden(rng, monkeypatch):
     """Rows of 61 entries, 300 keys: nothing is written before a table's sums, or past them."""
-    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
     t, memory = sl.table(rng.standard_normal((103, 61))), Guarded(1 << 20)
     for first, side in ((0, "over"), (90, "over"), (90, "under")):
         arrays, options = problem(
@@ -232,7 +232,7 @@ def test_keys_that_a_table_lacks_are_hidden(rng, monkeypatch):
             mask=lambda b, h, i, j, first=first: (i < 70 + 103) & (j >= first) & (j < 61 + first),
         )
         with monkeypatch.context() as patch:
-            patch.setattr(gradients, "np", Numpy(memory, side))
+            patch.setattr(table_sums, "np", Numpy(memory, side))
             assert_gradients(arrays[:3], arrays[3:], grads=(t,), **options)
 
 
@@ -241,7 +241,7 @@ def test_shares_of_positions():
     sizes = {"head_dim": 8, "value_dim": 8, "q_lengths": (400, 100), "k_lengths": (300, 300), "q_starts": (70, 300)}
     asked = Problem("float32", Q_HEADS, 2, k_start=0, causal=False, scale=1.0, **sizes)
     for by_positions, shares in ((False, 5), (True, 3)):
-        tickets = differentiate.tickets_of_tables(asked, 5, by_positions=by_positions)
+        tickets = tickets_of_tables(asked, 5, by_positions=by_positions)
         table = tickets.table.tolist()
         assert tickets.progress == shares and tickets.number == len(table) == Q_HEADS * (3 + 2)
         for share in range(shares):

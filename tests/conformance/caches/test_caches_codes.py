@@ -10,6 +10,7 @@ from problems import CODES, numpy_dtype, qkv, quantise
 from tolerance import assert_within
 
 import speedlight as sl
+from speedlight.cpu.memory.formats import FORMATS
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
@@ -47,6 +48,14 @@ def test_codes_against_the_oracle_and_in_any_chunks(isa, one_width, rng, codes, 
                 out.tobytes() == whole[0][:, :, here].tobytes() and lse.tobytes() == whole[1][:, :, here].tobytes()
             ), f"{n} at {at}"
             at += n
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_are_as_near_as_their_format_says(rng, codes):
+    x = rng.standard_normal((1, 1, 500, 64)).astype(np.float32)
+    stored, scales = quantise(x, codes)
+    off = np.abs(stored.astype(np.float64) * scales - x).max(axis=-1) / np.abs(x).max(axis=-1)
+    assert FORMATS[codes].error / 2 < off.max() <= FORMATS[codes].error * (1 + 2.0**-20)
 
 
 @pytest.mark.parametrize(("codes", "dropout"), [*((x, {}) for x in CODES), ("int8", {"dropout": 0.9, "seed": 1})])

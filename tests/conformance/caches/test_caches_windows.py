@@ -11,9 +11,9 @@ from conftest import FULL
 from problems import qkv, taken
 
 import speedlight as sl
-from speedlight.cpu.engine.steps import Step
 from speedlight.cpu.engine.storage import CacheStorage
 from speedlight.cpu.memory.records import BLOCK
+from speedlight.problem.prepared import Prepared
 from speedlight.problem.results import Results
 from speedlight.problem.windows import SPARE
 
@@ -105,7 +105,7 @@ def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, m
         cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
         held = cache.keys(0).tobytes()
         with monkeypatch.context() as patch:
-            patch.setattr(*((Step, "run") if n <= 256 else (Results, "returned")), fail)
+            patch.setattr(*((Prepared, "attend") if n <= 256 else (Results, "returned")), fail)
             with pytest.raises(Broken):
                 cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
         assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)
@@ -148,19 +148,19 @@ def test_a_window_stays_small_however_long_the_sequence(rng):
     """One head, whose spans several tasks would share: what they leave for each other does not grow with what was
     forgotten.
     """
-    from speedlight.cpu.engine import forward_call as prepare
+    from speedlight.cpu.runtime import launch
 
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=100)
     q, k, v = qkv(rng, "float32", 1, 4, 1, 300, 300, 16, 16)
     cache.attend(0, q, k, v)
     cache._held[0] = [1 << 33], [1 << 33]
     taken = []
-    real = prepare.take_scratch
-    prepare.take_scratch = lambda size: taken.append(size) or real(size)
+    real = launch.take_scratch
+    launch.take_scratch = lambda size: taken.append(size) or real(size)
     try:
         out = cache.attend(0, *(x[:, :, :1] for x in (q, k, v)))
     finally:
-        prepare.take_scratch = real
+        launch.take_scratch = real
     assert np.isfinite(out).all() and max(taken) < 80 << 20
 
 
@@ -172,7 +172,7 @@ def test_no_two_threads_write_to_one_block_of_a_ring(rng, monkeypatch):
         CacheStorage,
         "_put_of",
         lambda self, k, v, counts: SimpleNamespace(
-            size=0, run=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
+            size=0, counts=counts, start=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
         ),
     )
     first = 133

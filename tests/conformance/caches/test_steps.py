@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from pools import kept_steps
 from problems import numpy_dtype, qkv
 from steps import LONGEST, OPTIONS, D, options_of, strided
 
 import speedlight as sl
-from speedlight.calls import paged as paging
+from speedlight.calls import paged
 from speedlight.problem.block_tables import page_lists
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
@@ -168,7 +169,7 @@ def test_usual_steps_from_arrays_and_tensors_say_what_first_ones_say(rng):
         assert bits(got) == bits(want) and type(got[0]) is type(given[0])
         assert [x.keys(0).tobytes() for x in sequences] == [x.keys(0).tobytes() for x in forks]
         ways.add(type(given[0]))
-    assert len(ways) == 2 and len(cache._storage.checked_steps) > 5 and len(pool._storage.checked_steps) > 5
+    assert len(ways) == 2 and len(kept_steps(cache)) > 5 and len(kept_steps(pool)) > 5
 
 
 @pytest.mark.parametrize("codes", ["float32", "int8"])
@@ -185,7 +186,7 @@ def test_heads_of_short_sequences_share_tasks(rng, codes):
             sl.set_threads(threads)
             for _ in range(2):
                 found.add(tuple(bits(pool.attend(0, sequences, q, return_lse=True))))
-            heads |= {x.value.prepared.how.heads for x in pool._storage.checked_steps._held.values()}
+            heads |= {x.call.how.heads for x in kept_steps(pool) if x.call is not None}
     finally:
         sl.set_threads(None)
     assert len(found) == 1 and heads == {1, 2, 4, 8}
@@ -215,7 +216,7 @@ def test_tokens_that_are_only_stored_are_stored_as_the_first_were(rng):
     with pytest.raises(sl.CacheFull):
         fast[0].append(0, many, many)
     assert fast[0].lengths(0) == (183, 183)
-    assert len(fast[0]._storage.checked_steps) > 1 and len(pools[0]._storage.checked_steps) > 1
+    assert len(kept_steps(fast[0])) > 1 and len(kept_steps(pools[0])) > 1
 
 
 def test_raw_pages_called_again_say_what_a_first_call_says(rng):
@@ -230,7 +231,7 @@ def test_raw_pages_called_again_say_what_a_first_call_says(rng):
         layout = str(rng.choice(["bhld", "lhd"])) if n == 1 else "bhld"
         q = rng.standard_normal((count, 4, n, D) if layout == "bhld" else (count, 4, D)).astype(np.float32)
         options = options_of(rng, 4 if FULL else FEW) | {"causal": bool(rng.random() < 0.5), "layout": layout}
-        paging._forms.clear()
+        paged._prepared.clear()
         want = bits(sl.attention_paged(q, k_pages, v_pages, table, lengths, **options))
         for again in range(3):
             given = either(rng, strided(rng, q), k_pages, v_pages)

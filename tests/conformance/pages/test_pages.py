@@ -18,6 +18,7 @@ import speedlight as sl
 from speedlight.cpu.engine import append_call as putting
 from speedlight.cpu.engine import forward_call as prepare
 from speedlight.cpu.engine import storage
+from speedlight.cpu.runtime import launch
 
 
 def test_a_mask_knows_a_sequence_by_its_place(rng):
@@ -310,7 +311,7 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
         for at in range(1, 400):
             with monkeypatch.context() as patch:
                 failing = _Failing(at)
-                for module in (putting, storage, prepare):
+                for module in (putting, storage, prepare, launch):
                     patch.setattr(module, "np", failing)
                 forget_steps(pool if kind == "pool" else cache)
                 try:

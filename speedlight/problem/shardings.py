@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from ..errors import ArgumentError, shown
-from ..problem.checks import size
+from .checks import size
 
 Shard: TypeAlias = Literal["contiguous", "zigzag", "stripe"]
 Runs: TypeAlias = tuple[range, ...]  # of one process

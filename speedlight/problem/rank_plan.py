@@ -6,15 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..problem import checks
-from ..problem.problem import Problem
-from . import costs
-from .costs import Link, Rates, Way
-from .pairs import check_sizes
-from .shardings import SHARDS
+from . import checks
+from . import rank_costs as costs
+from .problem import Problem
+from .rank_costs import Case, Estimate, Link, Rates, balance_of
+from .shard_visibility import check_sizes
+from .shardings import SHARDS, positions
 
 METHODS = ("ring", "ulysses", "gather", "exact", "mesh")
 ASSUMED = Link(12.5e9, 1e-5)  # 100 Gbit/s and ten microseconds, where nobody says
@@ -76,9 +74,9 @@ class Spread:
     ranks: int
     link: Link
     assumed: bool
-    way: Way
-    ways: tuple[Way, ...]
-    balance: dict[str, float]  # of each sharding, as `Way.balance`
+    way: Estimate
+    ways: tuple[Estimate, ...]
+    balance: dict[str, float]  # of each sharding, as `Estimate.balance`
     alone_seconds: float
 
     @property
@@ -95,13 +93,15 @@ def spread(
     Raises UnsupportedError where no way that was asked for can do it, and for sizes that nobody looks at.
     """
     check_sizes(problem)
-    cases = {
-        name: costs.case_of(problem, asked.ranks, asked.link, name, rates, pair_flops, packed, backward)
-        for name in SHARDS
-    }
+    whole = sum if packed else lambda x: max(x, default=0)
+    lengths = whole(problem.q_lengths) if packed else problem.rows or whole(problem.q_lengths), whole(problem.k_lengths)
+    cases = {}
+    for name in SHARDS:
+        q, k = (positions(n, asked.ranks, name) for n in lengths)
+        cases[name] = Case(problem, q, k, name, rates, asked.link, pair_flops, packed=packed, backward=backward)
     apart = packed or len(set(problem.q_starts)) > 1  # attention() makes zigzag shards of such stripes
 
-    def on_shards(method: str) -> list[Way]:
+    def on_shards(method: str) -> list[Estimate]:
         return [
             x
             for shard, case in cases.items()
@@ -116,32 +116,32 @@ def spread(
         raise UnsupportedError(_why_none(problem, asked, packed, backward, others))
     least = min((x.slowest for x in found if x.method != "exact"), default=0.0)
     own = next(iter(cases.values()))
-    alone = own.computing(own.seen.pairs.sum(), own.queries.sum(), own.keys.sum())
+    alone = own.computing(own.seen.pairs.sum(), own.rows.sum(), own.keys.sum())
     return Spread(
         ranks=asked.ranks,
         link=asked.link,
         assumed=asked.assumed,
         way=([x for x in found if x.method != "exact" and x.slowest <= _CLOSE * least] or found)[0],
         ways=tuple(sorted(found, key=lambda x: x.slowest)),
-        balance={name: _balance(case.seen.pairs.sum(axis=1)) for name, case in cases.items()},
+        balance={name: balance_of(case.seen.pairs) for name, case in cases.items()},
         alone_seconds=float(alone),
     )
 
 
-def _ways(method: str, case: costs.Case) -> list[Way]:
+def _ways(method: str, case: Case) -> list[Estimate]:
     """Those of a method that can do it."""
+    q_heads, n, striped = case.problem.q_heads, case.ranks, case.shard == "stripe"
     match method:
         case "ring":
-            found = costs.ring(case)
-        case "ulysses":
-            found = costs.ulysses(case)
-        case "mesh":
-            return costs.meshes(case)
+            return [costs.ring(case)]
         case "gather":
-            found = costs.gather(case)
-        case _:
-            found = costs.exact(case)
-    return [] if found is None else [found]
+            return [costs.gather(case)]
+        case "ulysses":
+            return [costs.ulysses(case)] if q_heads and q_heads % n == 0 else []
+        case "mesh":
+            columns = [x for x in range(2, n // 2 + 1) if n % x == 0 and q_heads and q_heads % x == 0 and not striped]
+            return [costs.ulysses(case, n // x) for x in columns]
+    return [] if striped or case.backward or (case.packed and n > 1) else [costs.ring(case, exact=True)]
 
 
 def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool, others: list[str]) -> str:
@@ -173,8 +173,3 @@ def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool, othe
         f"{expected} where {asked.ranks} ranks cannot have as many whole heads each, of {problem.q_heads} of q and "
         f"{problem.kv_heads} of k and v; got {asked.method!r}."
     )
-
-
-def _balance(work: np.ndarray) -> float:
-    """The most over the mean."""
-    return float(work.max() / work.mean()) if work.any() else 1.0

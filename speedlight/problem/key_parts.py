@@ -5,23 +5,27 @@ Pure: it knows positions and problems; no tensors and no processes.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.array import STORAGE_BYTES
 from ..errors import ArgumentError
 from ..expressions.program import visibility
 from ..expressions.substitution import substituted
-from ..problem.build import Stated
-from ..problem.problem import Problem
-from ..problem.tiles import Many, integers_of
+from ..host.machine import number_bytes
+from .build import Stated
+from .problem import Problem
 from .shardings import Runs, tokens
+from .tiles import Many, integers_of
 
 _MOST_BOXES = 64  # of rows, and of keys, in which a part is looked at
+_LEAST = 1 << 21  # bytes of a turn's keys and values: less memory is not worth more messages
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """A problem over a part of the keys. Of packed sequences where each begins, in the rows and in the keys."""
 
     problem: Problem
@@ -29,14 +33,14 @@ class Part(NamedTuple):
     k_first: tuple[int, ...] | None = None
 
 
-def parts_of(whole: Stated, q: range, k: range, rows: int) -> list[Part]:
+def parts_of(whole: Stated, q: range, k: range, rows: int) -> list[KeyPart]:
     """The problems of a run of rows against a run of keys; of packed sequences there may be two, or none.
 
     whole: of the whole sequence. rows: how many the arrays of the outputs have.
     """
     if whole.cu_q is not None and whole.cu_k is not None:
         return _packed_parts(whole.problem, whole.cu_q, whole.cu_k, q, k)
-    return [Part(_padded_part(whole.problem, q, k, rows))]
+    return [KeyPart(_padded_part(whole.problem, q, k, rows))]
 
 
 def _padded_part(p: Problem, q: range, k: range, rows: int) -> Problem:
@@ -65,7 +69,7 @@ def _striped(p: Problem, q: range, k: range) -> Problem:
     return replace(p, q_starts=(at,) * p.batch, k_start=0, mask=mask, score=score)
 
 
-def _packed_parts(p: Problem, cu_q: tuple[int, ...], cu_k: tuple[int, ...], q: range, k: range) -> list[Part]:
+def _packed_parts(p: Problem, cu_q: tuple[int, ...], cu_k: tuple[int, ...], q: range, k: range) -> list[KeyPart]:
     """A sequence that the keys' begin cuts has keys at other positions than those that begin there."""
     found: dict[int, list[tuple[int, ...]]] = {}
     for item, start in enumerate(p.q_starts):
@@ -78,16 +82,16 @@ def _packed_parts(p: Problem, cu_q: tuple[int, ...], cu_k: tuple[int, ...], q: r
     for k_start, each in found.items():
         items, q_lengths, k_lengths, q_starts, q_first, k_first = zip(*each, strict=True)
         of = replace(p, q_lengths=q_lengths, k_lengths=k_lengths, q_starts=q_starts, k_start=k_start, items=items)
-        parts.append(Part(replace(of, partial=True), q_first, k_first))
+        parts.append(KeyPart(replace(of, partial=True), q_first, k_first))
     return parts
 
 
-def finishing(whole: Stated, rows: int) -> Part:
+def finishing(whole: Stated, rows: int) -> KeyPart:
     """Rows without any key: what ends them, where no part of the keys does."""
     p = replace(whole.problem, k_start=0, mask=None, score=None, causal=False, partial=True, rows=rows)
     if whole.cu_q is not None:
-        return Part(replace(p, q_lengths=(rows,), k_lengths=(0,), q_starts=(0,), items=(0,)), (0,), (0,))
-    return Part(replace(p, q_lengths=(rows,) * p.batch, k_lengths=(0,) * p.batch))
+        return KeyPart(replace(p, q_lengths=(rows,), k_lengths=(0,), q_starts=(0,), items=(0,)), (0,), (0,))
+    return KeyPart(replace(p, q_lengths=(rows,) * p.batch, k_lengths=(0,) * p.batch))
 
 
 # --- heads
@@ -130,6 +134,36 @@ def problem_of(p: Problem, split: Split, rank: int) -> Problem:
     heads = split.q[rank]
     first = heads[0] if heads else 0
     return of_heads(p, range(first, first + len(heads)), len(split.kv[rank]))
+
+
+# --- heads that take their turn together
+
+
+class Turn(NamedTuple):
+    """Heads of q, and those of k and v that they read."""
+
+    q: range
+    kv: range
+
+
+def turns_of(p: Problem, tokens: int, ranks: int, *, backward: bool) -> tuple[Turn, ...]:
+    """The turns of a pass; tokens: of the longest shard of keys, of all items."""
+    size = tokens * p.kv_heads * (p.head_dim + p.value_dim) * STORAGE_BYTES[p.key_storage]
+    count = max(1, min(_wanted(p, ranks, backward=backward), p.kv_heads, size // _LEAST))
+    cuts = [p.kv_heads * n // count for n in range(count + 1)]
+    return tuple([Turn(range(a * p.group, b * p.group), range(a, b)) for a, b in itertools.pairwise(cuts)])
+
+
+def _wanted(p: Problem, ranks: int, *, backward: bool) -> int:
+    """So many that a ring holds less than two shards of keys and values, with as many heads as q has.
+
+    With all heads at once, in shards: forward 1.5, and 1 more where outputs are summed in more bits; back 3, and 4.5
+    more where gradients are, which travel so.
+    """
+    narrow = STORAGE_BYTES[p.storage] < number_bytes(p.storage)
+    if ranks == 1:  # nothing travels: sums alone
+        return 2 if backward and narrow else 1
+    return (4 if narrow else 2) if backward else 1 + narrow
 
 
 # --- what is seen

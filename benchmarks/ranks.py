@@ -1,6 +1,6 @@
-"""`speedlight bench --ranks N`: attention over N processes, in turn with one process that has all their threads.
+"""Attention over processes, in turn with one process that has all their threads: `run.py ranks`.
 
-    python -m speedlight.tools.ranks FOLDER RANK RANKS
+    python benchmarks/ranks.py FOLDER RANK RANKS
 
 is one of the processes: it answers questions, a line of JSON each. With RANKS 1 it is the single one.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,17 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from workers import Workers
 
 import speedlight as sl
 import speedlight.torch
 from speedlight.distributed import attention, shard, unshard
-
-from ..distributed.model import Asked, Link, Rates, spread
-from ..distributed.shardings import Shard
-from ..errors import ArgumentError
-from ..host import machine
-from ..problem.plan import pair_flops
-from .measuring import check, check_gradients, quantiles
+from speedlight.tools.measuring import alternate, quantiles, ratios, wrong, wrong_gradients
 
 LEGEND = (
     "One process, and the ranks with as many threads in all, in turn: its time over theirs, of the same turn.\n"
@@ -53,7 +48,7 @@ class Case(NamedTuple):
     window: int | None = None
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> Any:
         return "contiguous" if self.window else "zigzag"
 
     @property
@@ -71,6 +66,7 @@ CASES = (
     Case("ring"), Case("ring", backward=True), Case("ulysses"), Case("ulysses", backward=True), Case("exact"),
     Case("window", 65536, window=1024),
 )  # fmt: skip
+KINDS = tuple(dict.fromkeys(case.kind for case in CASES))
 _HEADS, _DIM = 8, 128
 
 
@@ -113,7 +109,7 @@ class _Subject:
         return {"seconds": time.perf_counter() - start}
 
     def checked(self) -> dict[str, Any]:
-        """What it sends and holds, whether it is right, and its bits. The first call compiles."""
+        """Returns what it sends and holds, whether it is right, and its bits. The first call compiles."""
         self.call()
         for x in self.parts:
             x.grad = None  # else they would be freed while memory is measured
@@ -132,13 +128,13 @@ class _Subject:
         return found
 
     def _wrong(self, got: list[torch.Tensor]) -> str | None:
-        """Held to float64, every element with its bound."""
-        q, k, v, flow = (x.numpy() for x in (x.detach() for x in self.whole))
+        """Holds results to float64, every element with its bound."""
+        q, k, v, flow = (x.detach().numpy() for x in self.whole)
         out, lse, *grads = (x.numpy() for x in got)
-        wrong = check([q, k, v], out, **self.case.options)
-        if wrong or not grads:
-            return wrong
-        return check_gradients([q, k, v, out, lse, flow], (grads[0], grads[1], grads[2]), True)
+        refused = wrong(out, q, k, v, **self.case.options)
+        if refused or not grads:
+            return refused
+        return wrong_gradients(grads, q, k, v, out, lse, flow, causal=True)
 
 
 @contextlib.contextmanager
@@ -159,7 +155,7 @@ def _counted() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _peak() -> Iterator[list[int]]:
-    """By how many bytes this process grows at most; 0 where the system does not tell."""
+    """Measures by how many bytes this process grows at most; 0 where the system does not tell."""
     found, status = [0], Path("/proc/self/status")
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
@@ -178,7 +174,7 @@ def _kilobytes(status: Path, name: str) -> int:
 
 
 def _link() -> dict[str, float]:
-    """Between ranks 0 and 1, both ways at once: bytes per second, and seconds of the least message."""
+    """Measures the link of ranks 0 and 1, both ways at once: bytes per second, and seconds of the least message."""
     rank = dist.get_rank()
     found = {}
     for name, count, times in (("latency", 1, 50), ("bandwidth", _MESSAGE // 4, 4)):
@@ -221,122 +217,89 @@ def answer(folder: str, rank: int, ranks: int) -> None:
 # --- who asks them
 
 
-class Group:
-    """Processes that answer the same questions together."""
-
-    def __init__(self, folder: str, ranks: int, threads: int) -> None:
-        named = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "SPEEDLIGHT_THREADS"
-        env = os.environ | dict.fromkeys(named, str(threads))
-        env["PYTHONPATH"] = os.pathsep.join([str(Path(sl.__file__).parent.parent), env.get("PYTHONPATH", "")])
-        command, pipe = [sys.executable, "-W", "ignore", "-m", __name__, folder], subprocess.PIPE
-        self.processes = [
-            subprocess.Popen([*command, str(rank), str(ranks)], stdin=pipe, stdout=pipe, text=True, env=env)
-            for rank in range(ranks)
-        ]
-
-    def ask(self, question: Any) -> list[dict[str, Any]]:
-        """Everybody's answers."""
-        for x in self.processes:
-            assert x.stdin is not None
-            x.stdin.write(json.dumps(question) + "\n")
-            x.stdin.flush()
-        answers = [x.stdout.readline() for x in self.processes if x.stdout is not None]
-        if not all(answers):
-            raise ArgumentError(
-                f"--ranks: expected every process to answer; rank {answers.index('')} ended. See above."
-            )
-        return [json.loads(x) for x in answers]
-
-    def end(self) -> None:
-        for x in self.processes:
-            x.kill()
-            x.communicate()
+def start(folder: str, ranks: int, threads: int) -> Workers:
+    """Starts processes of so many threads each."""
+    named = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "SPEEDLIGHT_THREADS"
+    env = os.environ | dict.fromkeys(named, str(threads))
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(sl.__file__).parent.parent), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", __file__, folder]
+    return Workers([[*command, str(rank), str(ranks)] for rank in range(ranks)], env=env)
 
 
-def measured(
-    ranks: int, turns: int, only: str, known: dict[str, Any]
-) -> tuple[dict[str, Any], Iterator[dict[str, Any]], Any]:
-    """What is known of the ranks, rows as they are measured, and how one prints."""
+def rows(about: dict[str, Any], ranks: int, turns: int, only: str) -> Iterator[dict[str, Any]]:
+    """Measures every case, or those of a kind; `about` is told of the ranks and their link."""
     if not 2 <= ranks <= _MOST_RANKS:
-        raise ArgumentError(f"--ranks: expected 2 to {_MOST_RANKS}; got {ranks}.")
+        raise SystemExit(f"ranks: expected 2 to {_MOST_RANKS}; got {ranks}.")
     if only == "ulysses" and _HEADS % ranks:
-        raise ArgumentError(
-            f"--only: expected another one beside --ranks={ranks}, which does not divide {_HEADS} heads."
-        )
-    each = max(1, sl.get_threads() // ranks)
-    about = known | {"ranks": ranks, "threads_each": each, "link": {}}
-    return about, _rows(about, turns, only), line
-
-
-def _rows(about: dict[str, Any], turns: int, only: str) -> Iterator[dict[str, Any]]:
+        raise SystemExit(f"--only: expected another kind for {ranks} ranks, which do not divide {_HEADS} heads.")
+    about |= {"ranks": ranks, "threads_each": max(1, sl.get_threads() // ranks)}
     with groups(about) as (single, several):
         for case in CASES:
-            if only in ("", case.kind) and not (case.kind == "ulysses" and _HEADS % about["ranks"]):
+            if only in ("", case.kind) and not (case.kind == "ulysses" and _HEADS % ranks):
                 yield row_of(case, single, several, turns, about)
 
 
 @contextlib.contextmanager
-def groups(about: dict[str, Any]) -> Iterator[tuple[Group, Group]]:
-    """One process and several, and what is known of their link."""
+def groups(about: dict[str, Any]) -> Iterator[tuple[Workers, Workers]]:
+    """Starts one process and several, and measures their link."""
     ranks, each = about["ranks"], about["threads_each"]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        single, several = (Group(folder, n, ranks * each // n) for n in (1, ranks))
-        stack.callback(single.end)
-        stack.callback(several.end)
+        single, several = (stack.enter_context(start(folder, n, ranks * each // n)) for n in (1, ranks))
         link = several.ask("link")[:2]
         about["link"] = {name: slower(x[name] for x in link) for name, slower in (("bandwidth", min), ("latency", max))}
         yield single, several
 
 
-def row_of(case: Case, single: Group, several: Group, turns: int, about: dict[str, Any]) -> dict[str, Any]:
-    """A case, checked and then measured in turn."""
+def row_of(case: Case, single: Workers, several: Workers, turns: int, about: dict[str, Any]) -> dict[str, Any]:
+    """Checks a case and then measures it in turn."""
     alone, found = single.ask(case._asdict())[0], several.ask(case._asdict())
-    same, wrong = alone["bits"] == found[0]["bits"], alone["refused"] or found[0]["refused"]
-    if wrong is None and case.kind == "exact" and not same:
-        wrong = "other bits than those of one process"
-    if wrong:
-        return {"name": case.name, "refused": wrong}
-    times: dict[str, list[float]] = {"single": [], "ranks": []}
-    for _ in range(turns):
-        for name, group in (("single", single), ("ranks", several)):
-            time.sleep(0.05)  # threads of those before have stopped spinning
-            times[name].append(max(x["seconds"] for x in group.ask("again")))
-    shares = [a / b for a, b in zip(times["single"], times["ranks"], strict=True)]
+    same, refused = alone["bits"] == found[0]["bits"], alone["refused"] or found[0]["refused"]
+    if refused is None and case.kind == "exact" and not same:
+        refused = "other bits than those of one process"
+    if refused:
+        return {"name": case.name, "refused": refused}
+
+    def sample(group: Workers) -> float:
+        time.sleep(0.05)  # threads of those before have stopped spinning
+        return max(x["seconds"] for x in group.ask("again"))
+
+    times = alternate({"single": functools.partial(sample, single), "ranks": functools.partial(sample, several)}, turns)
     keys = 2 * _HEADS * _DIM * 4 * case.length // about["ranks"]
     memory = [x["memory"] for x in found]
     return {
-        "name": case.name, "seconds": {x: quantiles(t) for x, t in times.items()}, "share": quantiles(shares),
-        "bytes_sent": [x["sent"] for x in found], "memory_bytes": memory, "memory_shards": max(memory) / keys,
-        "same_bits": same, "modelled": modelled(case, about),
+        "name": case.name, "seconds": {x: quantiles(t) for x, t in times.items()},
+        "share": ratios(times, to="ranks")["single"], "bytes_sent": [x["sent"] for x in found],
+        "memory_bytes": memory, "memory_shards": max(memory) / keys, "same_bits": same,
+        "modelled": modelled(case, about),
     }  # fmt: skip
 
 
 def modelled(case: Case, about: dict[str, Any]) -> dict[str, Any]:
-    """The same by plan(…, ranks=), at this machine's roofs and the link that was measured; no share where ranks have no
-    cores of their own.
+    """Returns what plan(…, ranks=) says, at this machine's roofs and the link that was measured; no share where ranks
+    have no cores of their own.
     """
-    from ..cpu.runtime import roof
-
-    ranks, each, isa = about["ranks"], about["threads_each"], machine.current_isa()
-    one, all_of_it = (roof.roofs(isa, "f32", n) for n in (each, ranks * each))
-    problem = sl.plan(q_heads=_HEADS, q_len=case.length, head_dim=_DIM, **case.options).problem
-    method = "ring" if case.kind == "window" else case.kind
-    asked = Asked(ranks, Link(about["link"]["bandwidth"], about["link"]["latency"]), False, case.shard, method)
+    ranks, each, threads = about["ranks"], about["threads_each"], sl.get_threads()
+    asked = {
+        "ranks": ranks, "link_bandwidth": about["link"]["bandwidth"], "latency": about["link"]["latency"],
+        "shard": case.shard, "method": "ring" if case.kind == "window" else case.kind,
+    }  # fmt: skip
     seconds, alone, sent, memory = 0.0, 0.0, 0, 0
     for backward in (False, True)[: 1 + case.backward]:
-        flops = pair_flops(problem, backward=backward)
-        way, whole = (
-            spread(problem, asked, Rates(x.flops, x.bytes), flops, backward=backward) for x in (one, all_of_it)
-        )
-        seconds, alone = seconds + way.way.slowest, alone + whole.alone_seconds
-        sent, memory = sent + max(way.way.bytes_sent), max(memory, *way.way.memory_bytes)
+        spreads = []
+        for count in (each, ranks * each):
+            sl.set_threads(count)
+            sizes = {"q_heads": _HEADS, "q_len": case.length, "head_dim": _DIM}
+            spreads.append(sl.plan(**sizes, **case.options, **asked, backward=backward).ranks)
+        sl.set_threads(threads)
+        over, whole = spreads
+        seconds, alone = seconds + over.way.slowest, alone + whole.alone_seconds
+        sent, memory = sent + max(over.way.bytes_sent), max(memory, *over.way.memory_bytes)
     share = alone / seconds if ranks * each <= about["threads"] else None
     return {"share": share, "bytes_sent": sent, "memory_bytes": memory}
 
 
 def line(row: dict[str, Any]) -> str:
-    if "refused" in row:
-        return f"{row['name']}: refused: {row['refused']}"
+    """Returns a row as text."""
     single, several = (row["seconds"][x][2] for x in ("single", "ranks"))
     (low, middle, high), model = row["share"][1:4], row["modelled"]["share"]
     return (

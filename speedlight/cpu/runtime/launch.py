@@ -1,0 +1,165 @@
+"""Launch: a kernel, its arguments but for addresses, and its tickets: packs words, takes scratch, runs, raises."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ...arrays.array import pages
+from ...errors import pass_on
+from ...expressions.program import Program
+from ...expressions.tree import Node, out_of_range
+from ...host.tunings import Threading
+from ..memory.records import CALL, SCRATCH, Record
+from .compile import Kernel, kernel_of
+from .workers import run_alone, run_tickets
+
+Words = tuple[slice, tuple[int, ...]]  # some of the arguments: their place, and what they are
+
+
+class Launch:
+    """A kernel with all of its arguments but addresses.
+
+    Never changed once it is used, so that threads may share it.
+    """
+
+    def __init__(
+        self,
+        shape: Any,
+        record: Record,
+        words: dict[str, int],
+        tickets: int,
+        threads: int,
+        seconds: float,
+        wants: Threading,
+        *,
+        program: Program | None = None,
+        groups: tuple[int, int] = (0, 0),
+        rest: bytes = b"",
+    ) -> None:
+        """seconds: of one thread, as guessed. groups: of tasks that share a result, and bytes that each leaves for the
+        last of them. rest: what follows the arguments.
+        """
+        self.shape, self.tickets, self.threads, self.seconds = shape, tickets, threads, seconds
+        self.loaded = weakref.ref(kernel_of(shape))
+        self.region_seconds = wants.region_seconds
+        self.inline = threads == 1 and seconds < wants.region_seconds
+        self.partials_at = words.get("scratch_stride", 0) * threads
+        self.groups = groups[0]
+        self.scratch_bytes = self.partials_at + groups[0] * groups[1]
+        self.program, self.lookups, self.slots = program, [], ()
+        if program is not None:
+            self.lookups, self.slots = program.lookups, program.host_words()
+            words = words | {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
+        self.template = template_of(record, words) + rest
+        self.words_type = ctypes.c_int64 * (len(self.template) // 8)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps alive, the tables of its mask and score included."""
+        tables = [] if self.program is None else [x.array for x in self.program.tables]
+        return len(self.template) + sum(x.nbytes for x in (*self.slots, *tables))
+
+    @property
+    def kernel(self) -> Kernel:
+        """Its kernel; loaded anew where it has been unloaded. Whoever runs it holds it meanwhile."""
+        kernel = self.loaded()
+        if kernel is None:
+            kernel = kernel_of(self.shape)
+            self.loaded = weakref.ref(kernel)
+        kernel.used()
+        return kernel
+
+    def words(self) -> Any:
+        """Returns arguments of a call's own, without addresses."""
+        return self.words_type.from_buffer_copy(self.template)
+
+    def run(self, words: Any, threads: int = 0) -> None:
+        """Runs all tickets. One thread is given for short calls only: no signal comes between."""
+        if threads == 1 or self.inline:
+            run_alone(self.kernel, words, self.tickets)
+        else:
+            run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds, self.region_seconds)
+
+    def run_in_scratch(self, call: tuple[int, ...], seed: int, more: tuple[Words, ...] = (), threads: int = 0) -> None:
+        """Runs a kernel of attention, and raises for a lookup that it found out of range.
+
+        call: addresses of q, k, v, out, lse, counts and items. more: arguments beside these.
+        """
+        if not self.tickets:
+            return
+        wrong = arrived = ()
+        words = self.words_type.from_buffer_copy(self.template)
+        scratch = take_scratch(self.scratch_bytes)
+        try:
+            at = ctypes.addressof(scratch)
+            if self.groups:
+                arrived = (ctypes.c_int64 * self.groups)()
+            if self.lookups:
+                wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
+            words[SCRATCH] = at
+            words[CALL] = (
+                *call, at + self.partials_at, ctypes.addressof(arrived) if arrived else 0,
+                ctypes.addressof(wrong) if wrong else 0, seed,
+            )  # fmt: skip
+            for place, values in more:
+                words[place] = values
+            if threads == 1 or self.inline:
+                run_alone(self.kernel, words, self.tickets)
+            else:
+                self.run(words, threads)
+        finally:
+            give_scratch(scratch)
+        raise_wrong(self.lookups, wrong)
+
+
+def threads_for(seconds: float, threads: int, wants: Threading) -> int:
+    """Returns how many threads work that takes one of them so long is worth."""
+    return threads if seconds > wants.inline_seconds else 1
+
+
+def template_of(record: Record, words: dict[str, int]) -> bytes:
+    """Packs arguments into their record."""
+    template = np.zeros(len(record.names), np.int64)
+    for name, value in words.items():
+        template[record.word(name)] = value
+    return template.tobytes()
+
+
+def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
+    """Raises the first of the indices that kernels have noted as out of range."""
+    for n, (node, dimension) in enumerate(lookups):
+        if wrong[2 * n]:
+            raise out_of_range(node, dimension, wrong[2 * n + 1])
+
+
+# --- scratch
+
+_scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
+
+
+def take_scratch(size: int) -> Any:
+    """Returns memory of at least so many bytes, whatever is in it."""
+    try:
+        scratch = _scratches.pop()
+    except IndexError:
+        return _map_scratch(size)
+    return scratch if len(scratch) >= size else _map_scratch(size)
+
+
+def _map_scratch(size: int) -> Any:
+    try:
+        return (ctypes.c_char * size).from_buffer(pages(size))
+    except OSError as error:
+        pass_on(error, OSError)
+        raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from error
+
+
+def give_scratch(scratch: Any) -> None:
+    """Keeps scratch that nobody works in any more for the next call. One that is not given back is freed."""
+    if len(scratch) <= 256 << 20:
+        _scratches.append(scratch)
