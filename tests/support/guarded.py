@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -32,3 +34,21 @@ class Guarded:
         count = int(np.prod(shape)) * dtype.itemsize
         offset = self.size - count if side == "over" else 0
         return np.ndarray(shape, dtype, (ctypes.c_char * self.size).from_address(self.base), offset)
+
+
+class GuardedNumpy:
+    """NumPy, but that empty arrays, and zeros of more than two dimensions, are made between guards."""
+
+    def __init__(self, memory: Iterator[Guarded], side: str) -> None:
+        self.memory, self.side = memory, side
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, shape: Any, dtype: Any = np.float64) -> np.ndarray:
+        return next(self.memory).array(shape, np.dtype(dtype), self.side)
+
+    def zeros(self, shape: Any, dtype: Any = np.float64) -> np.ndarray:
+        x = self.empty(shape, dtype) if np.size(shape) > 2 else np.zeros(shape, dtype)
+        x[...] = 0
+        return x

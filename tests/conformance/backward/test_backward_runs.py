@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from engines import tuned
-from guarded import Guarded, libc
+from guarded import Guarded, GuardedNumpy, libc
 from injection import interrupted, needs_places, places, spread
 from problems import DTYPES, flow_of, numpy_dtype, qkv
 from test_backward import NAMES, same
@@ -61,19 +61,6 @@ def no_gap() -> Any:
         yield
 
 
-class Numpy:
-    """NumPy, but that empty arrays are made between guards."""
-
-    def __init__(self, memory: Any, side: str) -> None:
-        self.memory, self.side = memory, side
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-    def empty(self, shape: Any, dtype: Any = np.float64) -> np.ndarray:
-        return next(self.memory).array(shape, np.dtype(dtype), self.side)
-
-
 @linux
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_guard_pages(isa, guarded, no_gap, dtype, monkeypatch):
@@ -111,7 +98,7 @@ def test_guard_pages(isa, guarded, no_gap, dtype, monkeypatch):
         outputs = iter(guarded[7:10])
         with monkeypatch.context() as patch:
             patch.setattr(backward, "empty_like", made)
-            patch.setattr(differentiate, "np", Numpy(iter(guarded[10:13]), side))
+            patch.setattr(differentiate, "np", GuardedNumpy(iter(guarded[10:13]), side))
             got = sl.attention_backward(*given, **options)
         for x, g in zip(got, guarded[7:10], strict=True):
             assert not np.isnan(x.astype(np.float32)).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import FULL
 from engines import tuned
-from guarded import Guarded
+from guarded import Guarded, GuardedNumpy
 from problems import flow_of, qkv
 from tolerance import assert_gradients, flat
 from ways import poisoned
@@ -204,21 +205,6 @@ def test_dense_scores_beside_dq_dk_and_dv(rng, name, dtype, monkeypatch):
     assert close and (results[0][3][0] != 0).any()
 
 
-class Numpy:
-    """NumPy, but that sums lie between guards."""
-
-    def __init__(self, memory, side):
-        self.memory, self.side = memory, side
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    def zeros(self, shape, dtype=np.float64):
-        x = self.memory.array(shape, np.dtype(dtype), self.side) if len(shape) > 2 else np.zeros(shape, dtype)
-        x[...] = 0
-        return x
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 def test_keys_that_a_table_lacks_are_hidden(rng, monkeypatch):
     """Rows of 61 entries, 300 keys: nothing is written before a table's sums, or past them."""
@@ -232,7 +218,7 @@ def test_keys_that_a_table_lacks_are_hidden(rng, monkeypatch):
             mask=lambda b, h, i, j, first=first: (i < 70 + 103) & (j >= first) & (j < 61 + first),
         )
         with monkeypatch.context() as patch:
-            patch.setattr(table_sums, "np", Numpy(memory, side))
+            patch.setattr(table_sums, "np", GuardedNumpy(itertools.repeat(memory), side))
             assert_gradients(arrays[:3], arrays[3:], grads=(t,), **options)
 
 
