@@ -304,10 +304,8 @@ def poisoned(arrays: Sequence[np.ndarray], flow: Sequence[Any], options: dict[st
     """Copies of q, k, v, out, lse, d_out and d_lse: in some of them NaN and infinities wherever no visible pair reads.
     Where other arrays are finite kernels take shorter ways.
     """
-    case, copies = (
-        reference.Case(*arrays, Options(**options)),
-        [None if x is None else x.copy() for x in (*arrays, *flow)],
-    )
+    case = reference.Case(*arrays, Options(**options))
+    copies = [None if x is None else x.copy() for x in (*arrays, *flow)]
     rows, keys = (np.zeros(x.shape[:-1], bool) for x in (case.q, case.k))
     own = rows.copy()  # rows that there are; of those that see nothing, lse says so
     for head in case.heads():
