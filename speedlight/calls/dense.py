@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import engines
 from ..arrays import array as arrays
-from ..cpu.memory.operands import Dense, Rows
 from ..errors.advice import warn_if_swapped
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.build import from_arrays
 from ..problem.key import key_of
+from ..problem.operands import Dense, Rows
 from ..problem.problem import Options
 from ..problem.results import results_for
 from .prepared import Repeatable
-
-if TYPE_CHECKING:
-    pass
 
 _prepared: Memo[Repeatable] = Memo(512, 64 << 20)
 
@@ -27,7 +24,7 @@ def runs_on_gpu(q: Any, engine: Any) -> bool:
     if engine is None and not arrays.on_gpu(q):
         return False
     at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)
-    return engines.chosen(engine, at) != "cpu" or engine == "cuda"
+    return engines.is_on_gpu(engine, at)
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
@@ -46,34 +43,19 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) 
     return key, None if known is None else known.again(tensors, return_lse, options.seed_word())
 
 
-def attend_anew(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any) -> Any:
-    """Prepares a call on the CPU, runs it, and keeps it under its key."""
-    a, b, c = describe(q, k, v)
+def attend_anew(
+    q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any, on_gpu: bool = False
+) -> Any:
+    """Attends on the CPU, or enqueues the call on a GPU; keeps it under its key, if it has one."""
+    a, b, c = describe(q, k, v, gpu=on_gpu)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     warn_if_swapped(options.layout, a.shape, b.shape)
     results = results_for(a, problem, options, return_lse, out, (a, b, c))
     rows = Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1])
     keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
-    threads, isa = engines.threads_now(), current_isa()
-    prepared = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
-    prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
-    if key is not None and key[1] == (threads, isa.name):  # as they were when the key was made
-        repeatable = Repeatable(prepared.run, options.layout, [a, b, c, results.out])
-        _prepared.put(key, repeatable, prepared.size)
-    return results.returned()
-
-
-def attend_on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any) -> Any:
-    """Enqueues a call on PyTorch's current stream, and does not wait for it."""
-    a, b, c = describe(q, k, v, gpu=True)
-    problem, cu_q, cu_k = from_arrays(a, b, c, options)
-    warn_if_swapped(options.layout, a.shape, b.shape)
-    engine = engines.gpu()
-    engine.check(problem, a.device, options.precision)
-    results = results_for(a, problem, options, return_lse, out, (a, b, c))
-    keys = engine.arrays_of(b.tensor, c.tensor, options.layout)
-    call = engine.prepare(problem, options.layout, a.device, keys, cu_q=cu_q, cu_k=cu_k, precision=options.precision)
-    call.run(a.tensor, keys, results.out.tensor, None if results.lse is None else results.lse.tensor)
+    call = engines.of("cuda" if on_gpu else "cpu").attend(problem, rows, keys, results, options.precision)
+    if key is not None and key[1] == call.machine:  # as it was when the key was made
+        _prepared.put(key, Repeatable(call.run, options.layout, [a, b, c, results.out]), call.size)
     return results.returned()
 
 

@@ -6,21 +6,18 @@ import ctypes
 import itertools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-import numpy as np
-
 from .. import engines
-from ..arrays.array import DTYPES, Array, address_of, describe
+from ..arrays.array import DTYPES, Array, describe
 from ..arrays.layouts import check_together
-from ..cpu.memory.operands import Paged, Pages, Rows
-from ..cpu.memory.records import SLACK
 from ..errors import ArgumentError, Error
 from ..host.graph_breaks import leaves_graph
 from ..host.machine import current_isa
 from ..host.memo import Memo
-from ..problem.block_tables import check_pages, page_lists
+from ..problem.block_tables import check_pages
 from ..problem.build import Stored, from_stored
 from ..problem.checks import check_flag, check_layout, packed_lengths
 from ..problem.key import key_of
+from ..problem.operands import PagedKeys, PageTables, Rows
 from ..problem.options import (
     AnyArray,
     ArrayOf,
@@ -127,9 +124,9 @@ def attention_paged(
         key = key_of(tensors, options, (engines.threads_now(), current_isa().name))
         known = None if key is None else _forms.get(key)
         if known is not None:
-            given = page_lists(block_table, k_lengths, known.pages, known.page_size, SLACK)
-            step = _steps.get(known.step(given[1]))
-            results = None if step is None else step.run(tensors, *given, return_lse, seed if dropout else 0)
+            tables = engines.of("cpu").read_tables(block_table, k_lengths, known.pages, known.page_size, "cpu")
+            step = _steps.get(known.step(tables.lengths))
+            results = None if step is None else step.run(tensors, tables, return_lse, seed if dropout else 0)
             if results is not None:
                 return results
     options = options.spelled()
@@ -138,37 +135,17 @@ def attention_paged(
     a, k, v = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     check_pages(k, v)
     check_together(k, v, a)
-    place = engines.chosen(engine, a)
-    if place != "cpu" or engine == "cuda":
-        return _paged_on_gpu(a, k, v, block_table, k_lengths, options, return_lse, out)
-    lists, lengths = page_lists(block_table, k_lengths, k.shape[0], k.shape[1], SLACK)
-    problem, offsets = _paged(a, k, v, lengths, options)
+    own = engines.of("cuda" if engines.is_on_gpu(engine, a) else "cpu")
+    tables = own.read_tables(block_table, k_lengths, k.shape[0], k.shape[1], a.device)
+    placed = options.q_start is not None or options.causal == "top-left"
+    problem, offsets = _paged(a, k, v, tables.lengths, options, None if tables.on_device is None or placed else 1)
     results = results_for(a, problem, options, return_lse, out, (a, k, v))
-    prepared = _prepared(problem, a, k, v, lists, options.layout, offsets, results.out.strides)
-    prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
-    if key is not None and prepared.how.kind == "decode" and options.causal != "top-left" and all(problem.q_lengths):
-        _remember(key, a, k, v, lists, lengths, options, results)
+    rows = Rows(options.layout, a, results.out.strides, offsets and offsets[:-1])
+    keys = PagedKeys(k, v, tables, placed)
+    call = own.attend(problem, rows, keys, results)
+    if key is not None and call is not None and not placed and call.how.kind == "decode" and all(problem.q_lengths):
+        _remember(key, rows, keys, options, results)
     return results.returned()
-
-
-def _prepared(
-    problem: Problem, q: Array, k: Array, v: Array, lists: np.ndarray, layout: str, offsets: Any, out_strides: Any
-) -> Any:
-    """The CPU's call."""
-    pages = Pages(
-        False, k.shape[1],
-        k_head=k.strides[2], k_page=k.strides[0], k_row=k.strides[1], k_column=k.strides[3],
-        v_head=v.strides[2], v_page=v.strides[0], v_row=v.strides[1], v_column=v.strides[3],
-    )  # fmt: skip
-    rows = Rows(layout, q, out_strides, None if offsets is None else offsets[:-1])
-    keys = Paged(pages, _each(lists))
-    return engines.of("cpu").prepare(problem, rows, keys, engines.threads_now(), current_isa())
-
-
-def _each(lists: np.ndarray) -> list[int]:
-    """Where each sequence's list begins."""
-    first, step = address_of(lists), lists.strides[0]
-    return [first + i * step for i in range(len(lists))]
 
 
 class _Step(NamedTuple):
@@ -178,12 +155,10 @@ class _Step(NamedTuple):
     repeatable: Repeatable
     inline: int  # keys below which no other thread is woken
 
-    def run(
-        self, tensors: tuple[Any, ...], lists: np.ndarray, lengths: tuple[int, ...], return_lse: bool, seed: Any
-    ) -> Any:
+    def run(self, tensors: tuple[Any, ...], tables: PageTables, return_lse: bool, seed: Any) -> Any:
         """What attention_paged() returns, or None, as Repeatable.again()."""
-        items = self.call.items_for(lengths, _each(lists))
-        threads = 1 if sum(lengths) < self.inline else 0
+        items = self.call.items_for(tables.lengths, tables.numbers)
+        threads = 1 if sum(tables.lengths) < self.inline else 0
         return self.repeatable.again(tensors, return_lse, seed, ctypes.addressof(items), threads)
 
 
@@ -204,30 +179,29 @@ _forms: Memo[_Form] = Memo(256, 64 << 20)  # by what key_of() says, which knows 
 _steps: Memo[_Step] = Memo(256, 64 << 20)
 
 
-def _remember(
-    key: Any, q: Array, k: Array, v: Array, lists: np.ndarray, lengths: tuple[int, ...], options: Options, results: Any
-) -> None:
+def _remember(key: Any, rows: Rows, keys: PagedKeys, options: Options, results: Any) -> None:
     """Prepares the call for longer sequences, too. Where those would be refused, nothing is remembered."""
+    q, k, v, lengths = rows.q, keys.k, keys.v, keys.tables.lengths
     form = _forms.get(key) or _Form(next(_numbers), *k.shape[:2])
     at = form.step(lengths)
     if at is None or 0 in q.shape:
         return
     try:
-        problem, offsets = _paged(q, k, v, (at[2] * SPAN,) * len(lengths), options, 1)
+        problem = _paged(q, k, v, (at[2] * SPAN,) * len(lengths), options, 1)[0]
     except Error:
         return
-    prepared = _prepared(problem, q, k, v, lists, options.layout, offsets, results.out.strides)
+    call = engines.cpu().prepare(problem, rows, keys)
     row = k.shape[2] * (k.shape[3] + v.shape[3]) * DTYPES[k.dtype][1]
-    inline = prepared.inline_bytes // (row * max(1, max(problem.q_lengths) // 8))
-    repeatable = Repeatable(prepared.run, options.layout, [q, k, v, results.out])
-    _steps.put(at, _Step(prepared, repeatable, inline), prepared.size)
+    inline = call.inline_bytes // (row * max(1, max(problem.q_lengths) // 8))
+    repeatable = Repeatable(call.run, options.layout, [q, k, v, results.out])
+    _steps.put(at, _Step(call, repeatable, inline), call.size)
     _forms.put(key, form, options.table_bytes())
 
 
 def _paged(
     q: Array, k: Array, v: Array, lengths: tuple[int, ...], options: Options, shortest: Any = None
 ) -> tuple[Problem, tuple[int, ...] | None]:
-    """The problem of queries over pages, and the offsets of packed queries; `shortest` as Stored has it."""
+    """Builds the problem of queries over pages, and the offsets of packed queries; `shortest` as Stored has it."""
     offsets = None
     if options.layout == "lhd":
         if options.q_lengths is not None:
@@ -247,20 +221,3 @@ def _paged(
         )
     stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest, keeper="k_pages")
     return from_stored(q, stored, options), offsets
-
-
-def _paged_on_gpu(
-    q: Array, k: Array, v: Array, block_table: Any, k_lengths: Any, options: Options,
-    return_lse: bool, out: Any,
-) -> Any:  # fmt: skip
-    """attention_paged() on arrays of a GPU."""
-    launch = engines.gpu()
-    table, lengths_there, lengths = launch.paged_tables(block_table, k_lengths, k.shape[0], k.shape[1], q.device)
-    placed = options.q_start is not None or options.causal == "top-left"
-    problem, offsets = _paged(q, k, v, lengths, options, None if lengths_there is None or placed else 1)
-    results = results_for(q, problem, options, return_lse, out, (q, k, v))
-    launch.check(problem, q.device, "ieee")
-    keys = launch.paged_keys(k.tensor, v.tensor, table, lengths_there, max(lengths, default=0), placed)
-    lse = None if results.lse is None else results.lse.tensor
-    launch.run(problem, options.layout, q.tensor, keys, results.out.tensor, lse, cu_q=offsets)
-    return results.returned()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import engines
 from ..arrays.array import DTYPES
-from ..cpu.memory.operands import Dense, Strides, stride_of
 from ..distributed.model import asked_ranks
 from ..errors import ArgumentError
 from ..host.graph_breaks import leaves_graph
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
+from ..problem.operands import Dense, Strides, stride_of
 from ..problem.options import (
     Causal,
     Int,
@@ -29,9 +29,6 @@ from ..problem.options import (
 from ..problem.plan import Plan, over_ranks
 from ..problem.problem import Options, Sizes, padded_alike
 from .dense import describe
-
-if TYPE_CHECKING:
-    pass
 
 
 @leaves_graph

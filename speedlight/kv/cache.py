@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..engines import storage_of
+from ..engines import by_name
 from ..errors import ArgumentError, CacheFull, not_pickled
 from ..errors.advice import explained, refuses_others, unknown
 from ..host.forks import renew_after_fork
@@ -74,7 +74,7 @@ class KVCache:
         keep_first: int = 0,
         device: Any = "cpu",
     ) -> None:
-        engine = storage_of(device)
+        engine = by_name(device).storage()
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
             **sizes, capacity=capacity, window=window, keep_first=keep_first
@@ -431,7 +431,7 @@ class KVCache:
         Raises:
             FileError: the file is missing, damaged, or something else.
         """
-        storage_of(device)
+        by_name(device)
         where = saved.checked_path(path)
         saved.check_whole(where)
         return saved.opened(where, lambda **sizes: cls(**sizes, device=device))

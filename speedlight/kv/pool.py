@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..cpu.memory.records import BLOCK
-from ..engines import storage_of
+from ..engines import by_name
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, not_pickled, shown
 from ..errors.advice import explained, refuses_others, unknown
 from ..host.forks import renew_after_fork
@@ -73,7 +73,7 @@ class PagePool:
         value_dim: int | None = None,
         device: Any = "cpu",
     ) -> None:
-        engine = storage_of(device)
+        engine = by_name(device).storage()
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = checked_sizes(sizes)

@@ -182,7 +182,7 @@ def _listed(
         if not as_json:
             print(several.LEGEND, flush=True)
     else:
-        engine.resident().device_of(device)
+        engine.gpu("device", "device='cpu'").device_of(device)
         from . import gpu
 
         roofs = gpu.roofs(turns)

@@ -18,13 +18,13 @@ import numpy as np
 from ..arrays.array import address_of, describe, numpy_dtype
 from ..cpu.engine.forward_call import prepare
 from ..cpu.engine.storage import CacheStorage
-from ..cpu.memory.operands import Dense, Rows
 from ..cpu.runtime.tuned import Parts, changed, with_parts
 from ..cpu.runtime.workers import get_threads
 from ..errors import CompileError
 from ..host.machine import Isa
 from ..host.tunings import TUNINGS, Tuning
 from ..problem.build import from_arrays
+from ..problem.operands import Dense, Rows
 from ..problem.problem import Options
 from ..problem.tokens import Piece, TokenShape
 from ..problem.windows import Ring

@@ -11,11 +11,12 @@ from ...arrays.array import STORAGE_BYTES, address_of
 from ...expressions.program import Program
 from ...host.machine import PRODUCTS, Isa, number_bytes
 from ...host.tunings import Ranges, Tuning
+from ...problem.operands import Operands, Strides, step_of_items, stride_of
 from ...problem.philox import drop_below
 from ...problem.plan import pair_flops
 from ...problem.problem import QUERY_BLOCK, TILE, Problem
 from ..kernels.score_backward import needs_raw
-from ..memory.operands import Operands, Strides, step_of_items, steps, stride_of
+from ..memory.operands import steps
 from ..memory.records import (
     BACKWARD,
     BACKWARD_PANEL,

@@ -16,10 +16,10 @@ from ...host.rounding import standard
 from ...host.tunings import Ranges
 from ...problem.build import Stated
 from ...problem.gradients import SINKS, Asked
+from ...problem.operands import Operands, Strides
 from ...problem.plan import Plan, Run, plan_of
 from ...problem.problem import FAR_LSE, LAYOUTS, Problem
 from ..kernels.score_backward import at_positions, by_rows, changes_flow
-from ..memory.operands import Operands, Strides
 from ..memory.records import SHARE_OF
 from ..memory.shape import Kind, Shape
 from ..runtime.compile import symbol_of

@@ -18,12 +18,13 @@ from ...host.machine import current_isa
 from ...host.memo import Memo
 from ...problem.build import from_stored
 from ...problem.key import addresses_of, key_of
+from ...problem.operands import Rows
 from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
 from ...problem.results import Results
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import Ring
 from ..memory.blocks import make_stores
-from ..memory.operands import Paged, Pages, Rows
+from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.tuned import tuning_of
 from ..runtime.workers import get_threads
