@@ -157,7 +157,7 @@ class _Step(NamedTuple):
 
     def run(self, tensors: tuple[Any, ...], tables: PageTables, return_lse: bool, seed: Any) -> Any:
         """What attention_paged() returns, or None, as Repeatable.again()."""
-        items = self.call.items_for(tables.lengths, tables.numbers)
+        items = self.call.items_for(tables.lengths, tables.addresses())
         threads = 1 if sum(tables.lengths) < self.inline else 0
         return self.repeatable.again(tensors, return_lse, seed, ctypes.addressof(items), threads)
 
