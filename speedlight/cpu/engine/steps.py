@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.array import Array, numpy_dtype
-from ...problem.key import key_of
-from ...problem.problem import Options, spans_of
+from ...problem.problem import spans_of
 from ...problem.results import fresh
 from ...problem.tokens import Batch
-from ..runtime.workers import get_threads
 from .append_call import Put
 from .forward_call import Call
 
@@ -112,19 +110,6 @@ class CheckedPut(NamedTuple):
     def store(self, layer: int, at: list[int], batch: Batch) -> None:
         """Of a pool. at: addresses of k and v."""
         self.put.run((*at, *self.addresses[layer]), batch.before, [x.address for x in batch.tables])
-
-
-def remember_put(
-    self: Any, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int], options: Options
-) -> None:
-    """A storage's: that new tokens like these were checked, as many of each sequence as by default; `given`: as the
-    caller has them.
-    """
-    key = key_of(given, options, (len(counts), get_threads()))
-    if key is not None and any(counts):
-        put = self._put_of(k, v, counts)
-        found = CheckedPut(put, self.addresses, counts, [end_of(x, x.itemsize) for x in (k, v)])
-        self.checked_steps.put(key, found, put.size)
 
 
 class Table:

@@ -31,7 +31,7 @@ from ..runtime.workers import get_threads
 from .append_call import Blocks, New, Put
 from .forward_call import Call, prepare
 from .schedule import DECODE_ROWS
-from .steps import Checked, CheckedPut, PoolStep, Step, Table, end_of, remember_put
+from .steps import Checked, CheckedPut, PoolStep, Step, Table, end_of
 
 _STEPS, _STEPS_BYTES = 64, 16 << 20  # prepared steps that are remembered
 _PUTS_BYTES = 1 << 20  # likewise of new tokens
@@ -40,7 +40,7 @@ _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them
 
 
 def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
-    """New tokens, and the name of their dtype."""
+    """Returns new tokens, and the name of their dtype."""
     if type(x) is not np.ndarray or not x.dtype.isnative:
         x = arrays.describe(x, name).numpy()
     return x, x.dtype.name
@@ -51,7 +51,7 @@ def _query(q: Any) -> Array:
 
 
 def _inline(self: CacheStorage | PoolStorage, rows: int) -> int:
-    """Tokens below which so many queries of a sequence wake no other thread."""
+    """Returns the number of tokens below which so many queries of a sequence wake no other thread."""
     return tuning_of(self.isa).threading.inline_bytes // (self.token_bytes * max(1, rows // 8))
 
 
@@ -61,29 +61,44 @@ def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
 
 
 def _blocks(self: CacheStorage | PoolStorage, layer: int, where: Any) -> _Undo:
-    """What put_back() needs: these blocks will be written over."""
+    """Copies blocks that will be written over, for put_back()."""
     return where, self.keys[layer].memory[where], self.values[layer].memory[where]
 
 
-def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
-    """What put_back() needs, as before() gives it; of keep()."""
+def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo | None:
+    """Copies what moves write over, for put_back(); None where nothing moves."""
+    if not moves.to_slot:
+        return None
     return _blocks(self, layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
 
 
 def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
-    """Of each layer what was there before. In a forked child, what another thread of the parent had begun to write
-    over.
-    """
+    """Restores each layer; in a forked child, what another thread of the parent had begun to write over."""
     for layer, (where, keys, values) in undo.items():
         self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
+
+
+def _remember_put(
+    self: CacheStorage | PoolStorage, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int],
+    options: Options,
+) -> None:  # fmt: skip
+    """Remembers that new tokens like these were checked, as many of each sequence as by default; `given`: as the caller
+    has them.
+    """
+    key = key_of(given, options, (len(counts), get_threads()))
+    if key is not None and any(counts):
+        put = self._put_of(k, v, counts)
+        found = CheckedPut(put, self.addresses, counts, [end_of(x, x.itemsize) for x in (k, v)])
+        self.checked_steps.put(key, found, put.size)
 
 
 class CacheStorage:
     """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
     device = name = "cpu"
-    received, query, remember_put = staticmethod(_received), staticmethod(_query), remember_put
-    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
+    lengths = None  # only the host has them
+    received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
+    move, before_moves, put_back = _move, _before_moves, _put_back
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -100,7 +115,7 @@ class CacheStorage:
         self.puts: Memo[Put] = Memo(_STEPS, _PUTS_BYTES)
 
     def _pages(self) -> Pages:
-        """How kernels find a token."""
+        """Returns how kernels find a token."""
         k, v, ring = self.keys[0], self.values[0], self.ring
         heads, items = ([x.memory.strides[axis] for x in (k, v)] for axis in (1, 0))
         more = {"fixed": ring.fixed // TILE, "ring": ring.size // TILE} if ring.size else {}
@@ -117,29 +132,6 @@ class CacheStorage:
             v_item=items[1],
             **more,
         )
-
-    def check_capture(self, lengths: dict[str, Any]) -> None:
-        """A CUDA graph has no part in this."""
-
-    # --- lengths: only the host has them
-
-    def is_ahead(self) -> bool:
-        """Whether a device knows lengths that the host does not."""
-        return False
-
-    def lengths(self) -> list[list[int]] | None:
-        """Those that only a device knows."""
-        return None
-
-    def overflowed(self) -> bool:
-        """Whether a device has found no room for tokens; here the host looks before it stores any."""
-        return False
-
-    def snapshot(self) -> Any:
-        return None
-
-    def set_lengths(self, lengths: Any) -> None:
-        """Nothing here depends on them."""
 
     # --- tokens in and out
 
@@ -180,7 +172,7 @@ class CacheStorage:
         return keys, values
 
     def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
-        """What parts() gave."""
+        """Stores what parts() returned."""
         self.keys[layer].fill(keys)
         self.values[layer].fill(values)
 
@@ -195,7 +187,7 @@ class CacheStorage:
     # --- what a failing call has written over
 
     def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """What put_back() needs: these slots will be written over."""
+        """Copies what lies in slots that will be written over, for put_back(); None where there are none."""
         if not slots:
             return None
         return _blocks(self, layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
@@ -203,14 +195,14 @@ class CacheStorage:
     # --- attending
 
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
-        """A piece's call. The problem is checked, nothing is written."""
+        """Prepares a piece's call: the problem is checked, nothing is written."""
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
         stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
         return self._prepare(from_stored(q, stored, options._replace(q_lengths=piece.counts)), q, out_strides)
 
     def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
-        """Runs what prepare() gave; the results are those of the whole chunk."""
+        """Runs what prepare() returned; the results are those of the whole chunk."""
         lse, start, rows = results.lse, piece.rows.start, (_ALL, _ALL, piece.rows)
         part = None
         if lse is not None and piece.rows.stop - start < q.shape[2]:  # kernels write it side by side
@@ -256,7 +248,7 @@ class CacheStorage:
         return step
 
     def remember(self, step: Step, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
-        """That a step with these arrays was checked: q, or q, k and v."""
+        """Remembers that a step with these arrays, q, or q, k and v, was checked."""
         key = key_of(given, options, (self.batch, get_threads()))
         if key is None or (k is None and self.ring.size):  # what a window still has depends on lengths
             return
@@ -287,8 +279,9 @@ class PoolStorage:
     Blocks are numbered through heads, so that one number times a block's bytes leads there.
     """
 
-    received, query, remember_put = staticmethod(_received), staticmethod(_query), remember_put
-    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
+    device = "cpu"
+    received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
+    move, before_moves, put_back = _move, _before_moves, _put_back
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()
@@ -392,7 +385,7 @@ class PoolStorage:
         return None if found is None or addresses is None else (found, addresses)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
-        """That a step with these arrays, of as many queries and new tokens as by default, was checked and prepared."""
+        """Remembers that a step with these arrays, of as many queries and new tokens as by default, was checked."""
         key = key_of(given, options, (len(batch.tables), get_threads()))
         which = self._by_kernel(q.shape[1], batch.counts)
         if key is None or 0 in q.shape or which != [[*range(len(batch.tables))]] or not min(batch.after):
