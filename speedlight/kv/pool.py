@@ -280,7 +280,7 @@ class PagePool:
         taken += self._take(wherefore, sum(fresh) + len(copies))
         return with_pages(self._storage, before, fresh, copies, taken)
 
-    def _busy(self, numbers: set[int]) -> CacheBusy:
+    def _busy(self, numbers: set[Any]) -> CacheBusy:
         """Makes the error for a second writer, which does not wait."""
         return CacheBusy(
             "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."

@@ -8,7 +8,7 @@ from typing import Any
 
 def transact(
     owner: Any,
-    mine: set[int],
+    mine: set[Any],
     change: Callable[[], Any],
     undo: dict[int, Any] | None = None,
     taken: list[int] | None = None,
