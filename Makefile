@@ -49,8 +49,8 @@ test: $(VENV)/.test
 test-lowest:
 	$(PYTHON) -m venv build/lowest
 	build/lowest/bin/python -m pip install -q -c lowest.txt -e '.[test]'
-	build/lowest/bin/python -m pytest -n auto -m "not slow" tests/test_attention.py tests/test_cache.py tests/test_jax.py \
-		tests/test_llvm.py tests/test_flash_*.py tests/test_tensors.py tests/test_torch*.py
+	build/lowest/bin/python -m pytest -n auto -m "not slow" tests/conformance/attention/test_attention.py \
+		tests/robustness/test_cache.py tests/robustness/test_llvm.py tests/adapters/jax tests/adapters/flash_attn tests/adapters/torch
 
 test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
@@ -90,7 +90,7 @@ package: $(VENV)/.package
 check-arm: $(VENV)/.test
 	SPEEDLIGHT_ISA=avx2 $(RUN) tests/arm/check.py
 
-GPU_TESTS := $(filter-out tests/test_gpu_ahead.py,$(wildcard tests/test_gpu*.py))
+GPU_TESTS := $(filter-out tests/gpu/test_gpu_ahead.py,$(wildcard tests/*/test_gpu*.py tests/*/*/test_gpu*.py))
 
 # with no GPU: its tests in Triton's interpreter, then every kernel of the tile table compiled for sm_80, sm_90 and sm_100
 gpu-check: $(VENV)/.test
@@ -103,8 +103,8 @@ GPU_TURNS ?= 5
 GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8")
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest $(GPU_JOBS) -p no:cacheprovider -o addopts= -o filterwarnings=default -q $(GPU_TESTS)
-	mkdir -p benchmarks/results
-	PYTHONPATH=. $(PYTHON) -m speedlight.tools.gpu --turns $(GPU_TURNS) -o benchmarks/results
+	mkdir -p benchmarks/results/gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/run.py gpu --turns $(GPU_TURNS) -o benchmarks/results/gpu
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

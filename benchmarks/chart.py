@@ -39,9 +39,14 @@ class Line(NamedTuple):
     peer: str
 
 
+def median_of(ratio: Any) -> float:
+    """Returns the median of a ratio that is its quantiles, or a median alone, as in older rows."""
+    return ratio[len(ratio) // 2] if isinstance(ratio, list) else ratio
+
+
 def best_peer(row: dict[str, Any]) -> tuple[float, str]:
-    """Of a row's peers the one that takes the shortest time, as a multiple of ours."""
-    return min((ratio, PEERS[name]) for name, ratio in (row.get("ratios") or row["peers"]).items())
+    """Returns how many times ours a row's fastest peer takes, and which that is."""
+    return min((median_of(x), PEERS[name]) for name, x in (row.get("ratios") or row["peers"]).items())
 
 
 def lines(rows: list[dict[str, Any]], named: list[tuple[str, str]], share: str) -> list[Line]:

@@ -3,19 +3,19 @@
 Every row goes to docs/benchmarks.md, a part for each machine; eight problems to the README, a line for each family of
 CPUs; pictures are of the file that is named, else the newest. A machine that is not at hand keeps its last rows, with
 their commits. Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`; whole
-models in results/models, of `bench --models -o`.
+models in results/models, of `run.py models -o`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from chart import best_peer, chart
-
-from speedlight.tools.pictures import model_bars, roofline
+from chart import best_peer, chart, median_of
+from pictures import model_bars, roofline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -23,11 +23,17 @@ README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", RO
 
 
 def marks(name: str) -> tuple[str, str]:
-    """What stands before and after a part that is written here."""
+    """Returns the lines before and after a part that is written here."""
     return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
 
 
+def markdown(titles: tuple[str, ...], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Returns the lines of a table."""
+    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 def table(path: Path) -> str:
+    """Returns a machine's part of the page."""
     data = json.loads(path.read_text())
     versions = ", ".join(f"{n} {v}" for n, v in data["versions"].items() if n in ("torch", "onnxruntime", "openvino"))
     lines = [
@@ -36,63 +42,53 @@ def table(path: Path) -> str:
         f"{machine_of(data)}; {versions}. Medians of one run, in turn; a ratio above 1 means that speedlight is",
         f"faster. Measured at {commits_of(data['rows'])}.",
         "",
-        "| problem | GFLOP/s | of peak | PyTorch | ONNX Runtime | OpenVINO |",
-        "|---|---|---|---|---|---|",
+        *markdown(
+            ("problem", "GFLOP/s", "of peak", *PEERS),
+            (attention_cells(row) for row in data["rows"] if "gflops" in row),
+        ),
     ]
-    for row in data["rows"]:
-        if "gflops" in row:
-            ratios = (
-                f"{row['ratios'][p]:.2f} x" if p in row["ratios"] else "–" for p in ("torch", "onnxruntime", "openvino")
-            )
-            lines.append(f"| {row['name']} | {row['gflops']:.0f} | {row['share_of_peak']:.0%} | {' | '.join(ratios)} |")
-    masks = [row for row in data["rows"] if row["part"] == "masks" and "of_plain" in row]
-    if masks:
-        lines += [
-            "",
-            "Masks and scores, 8 heads, d=64; time against attention without them (windows and prefix: against "
-            "causal); PyTorch gets a",
-            "dense mask, FlexAttention (compiled, warm) its block mask. In brackets what FlexAttention needs to "
-            "compile and build.",
-            "",
-            "| problem | ms | of plain time | FlexAttention | PyTorch |",
-            "|---|---|---|---|---|",
-        ]
-    for row in masks:
-        name, ms = row["name"].removeprefix("float32 H8 ").replace("d64 ", ""), row["seconds"]["speedlight"][2] * 1e3
-        flex = f"{row['flex']:.2f} x ({row['flex_seconds_to_build']:.0f} s)" if row["flex"] else "–"
-        dense = f"{row['torch']:.1f} x" if row.get("torch") else "–"
-        lines.append(f"| {name} | {ms:.0f} | {row['of_plain']:.3f} | {flex} | {dense} |")
-    decode = [row for row in data["rows"] if row["part"] == "decode" and "share_of_read" in row]
-    if decode:
-        lines += [
-            "",
-            "One token of each sequence against n cached keys, as a share of a plain read (`torch.sum`) of as many "
-            "bytes in the same turn:",
-            "`KVCache`; `attention()` over the caller's own arrays; and `PagePool` (pages of 16 in random order) "
-            "relative to `KVCache`.",
-            "PyTorch: SDPA with enable_gqa, and in brackets with a group's heads as rows, which is faster; OpenVINO "
-            "likewise by rows.",
-            "",
-            "| problem | tokens/s | GB/s | of a plain read | own arrays | pages | PyTorch | ONNX Runtime | OpenVINO |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-    for row in decode:
-        own = "–" if row["share_of_read_arrays"] is None else f"{row['share_of_read_arrays']:.0%}"
-        peers = {name: f"{x:.1f} x" for name, x in row["peers"].items()}
-        torch = f"{peers['torch']} ({peers['torch by rows']})" if "torch by rows" in peers else peers.get("torch", "–")
-        cells = (
-            row["name"].removesuffix(" one token"),
-            f"{row['tokens']:,.0f}",
-            f"{row['gbytes']:.0f}",
-            f"{row['share_of_read']:.0%}",
-            own,
-            f"{row['pages']:.2f} x",
-            torch,
-            peers.get("onnxruntime", "–"),
-            peers.get("openvino", "–"),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+    if masks := [row for row in data["rows"] if row["part"] == "masks" and "of_plain" in row]:
+        titles = ("problem", "ms", "of plain time", "FlexAttention", "PyTorch")
+        lines += ["", *MASKS.splitlines(), "", *markdown(titles, map(mask_cells, masks))]
+    if decode := [row for row in data["rows"] if row["part"] == "decode" and "share_of_read" in row]:
+        titles = ("problem", "tokens/s", "GB/s", "of a plain read", "own arrays", "pages", *PEERS)
+        lines += ["", *DECODING.splitlines(), "", *markdown(titles, map(decode_cells, decode))]
     return "\n".join(lines) + "\n"
+
+
+PEERS = "PyTorch", "ONNX Runtime", "OpenVINO"
+MASKS = """\
+Masks and scores, 8 heads, d=64; time against attention without them (windows and prefix: against causal); \
+PyTorch gets a
+dense mask, FlexAttention (compiled, warm) its block mask. In brackets what FlexAttention needs to compile and build."""
+DECODING = """\
+One token of each sequence against n cached keys, as a share of a plain read (`torch.sum`) of as many bytes \
+in the same turn:
+`KVCache`; `attention()` over the caller's own arrays; and `PagePool` (pages of 16 in random order) \
+relative to `KVCache`.
+PyTorch: SDPA with enable_gqa, and in brackets with a group's heads as rows, which is faster; \
+OpenVINO likewise by rows."""
+
+
+def attention_cells(row: dict[str, Any]) -> Iterator[str]:
+    yield from (row["name"], f"{row['gflops']:.0f}", f"{row['share_of_peak']:.0%}")
+    for peer in ("torch", "onnxruntime", "openvino"):
+        yield f"{median_of(row['ratios'][peer]):.2f} x" if peer in row["ratios"] else "–"
+
+
+def mask_cells(row: dict[str, Any]) -> Iterator[str]:
+    yield row["name"].removeprefix("float32 H8 ").replace("d64 ", "")
+    yield from (f"{row['seconds']['speedlight'][2] * 1e3:.0f}", f"{row['of_plain']:.3f}")
+    yield f"{row['flex']:.2f} x ({row['flex_seconds_to_build']:.0f} s)" if row["flex"] else "–"
+    yield f"{row['torch']:.1f} x" if row.get("torch") else "–"
+
+
+def decode_cells(row: dict[str, Any]) -> Iterator[str]:
+    own, peers = row["share_of_read_arrays"], {name: f"{x:.1f} x" for name, x in row["peers"].items()}
+    yield from (row["name"].removesuffix(" one token"), f"{row['tokens']:,.0f}", f"{row['gbytes']:.0f}")
+    yield from (f"{row['share_of_read']:.0%}", "–" if own is None else f"{own:.0%}", f"{row['pages']:.2f} x")
+    yield f"{peers['torch']} ({peers['torch by rows']})" if "torch by rows" in peers else peers.get("torch", "–")
+    yield from (peers.get("onnxruntime", "–"), peers.get("openvino", "–"))
 
 
 def machine_of(data: dict[str, Any]) -> str:
@@ -103,7 +99,7 @@ PARTS = {"prefill": "attention", "masks": "masks", "decode": "decoding"}
 
 
 def commits_of(rows: list[dict[str, Any]]) -> str:
-    """Of each part of the tables."""
+    """Names the commit of each part of the tables."""
     found = {row["part"]: row["commit"] for row in rows if row["part"] in PARTS}
     return ", ".join(f"{found[part]} ({name})" for part, name in PARTS.items() if part in found)
 
@@ -203,9 +199,7 @@ def main() -> None:
     for report in gradients:
         roofline(json.loads(report.read_text()), PICTURES / f"backward-{report.stem}.png")
     chart(data, PICTURES / "best-peer.png")
-    rows = [
-        row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row
-    ]
+    rows = [row for row in data["rows"] if "bytes_moved" in row and row["part"] == "prefill"]
     roofline(data | {"threads": data["cores"], "rows": rows}, PICTURES / "roofline.png")
 
 

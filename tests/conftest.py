@@ -9,7 +9,6 @@ import gc
 import getpass
 import os
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +28,9 @@ os.environ.setdefault(
 os.environ.setdefault("SPEEDLIGHT_TUNING", "0")  # of whoever runs them: schedules are as they ship
 
 # pytest rewrites asserts, so that they say what differs, of modules that it collects; of what those import, if told so
-HELPERS = sorted({x.stem for x in Path(__file__).parent.glob("*.py") if not x.stem.startswith(("test_", "conftest"))})
+ROOT = Path(__file__).parents[1]
+SUPPORT = ROOT / "tests" / "support"
+HELPERS = sorted(x.stem for x in SUPPORT.glob("*.py"))
 pytest.register_assert_rewrite(*HELPERS)
 
 from engines import CPU, Engine, one_vector, tuned  # noqa: E402
@@ -49,7 +50,7 @@ compiling._compiled = functools.lru_cache(maxsize=None)(compiling._compiled.__wr
 workers._limit = lambda: 1024
 
 # not every system and Python has these; where one is missing, what is about it is left out
-_ABOUT = {"jax": "test_jax.py", "transformers": "test_transformers*.py", "triton": "test_gpu*.py"}
+_ABOUT = {"jax": "adapters/jax", "transformers": "adapters/transformers", "triton": "*/test_gpu*.py"}
 collect_ignore_glob = [files for package, files in _ABOUT.items() if find_spec(package) is None]
 
 
@@ -62,7 +63,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def engine(isa: str) -> Engine:
-    """What tests/test_attention.py is about; other modules have another, and other sizes."""
+    """What test_attention.py is about; other modules have another, and other sizes."""
     return CPU
 
 
@@ -110,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     functions: dict[str, list[pytest.Item]] = {}
     for x in items:
         functions.setdefault(x.nodeid.partition("[")[0], []).append(x)
-    kept = {id(x) for name, tests in functions.items() for x in short(name, tests)}
+    kept = {id(x) for tests in functions.values() for x in choose_short(tests)}
     config.hook.pytest_deselected(items=[x for x in items if id(x) not in kept])
     items[:] = [x for x in items if id(x) in kept]
 
@@ -138,34 +139,37 @@ def may_ask_the_gpu(config: pytest.Config) -> bool:
     return is_there and not starts_others and any(x.is_dir() or x.name.startswith("test_gpu") for x in asked)
 
 
-def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:
-    """Of one function's tests, those of a short run: on every vector unit but the best a ninth, and some functions
-    have none there. `@pytest.mark.units`: a fifth, and one at least. `@pytest.mark.each("dtype", "options")`: every
-    value of these, not every combination.
+def choose_short(tests: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns those of one function's tests that a short run has.
+
+    `@pytest.mark.each("dtype", "options")`: on the best vector unit every value of these, not every combination; all
+    tests without it. `@pytest.mark.units("dtype")`: on each other unit one test for every value of these, and one test
+    where it names none; no test without it.
     """
-    tests = [x for x in tests if not is_twin(x)]
-    mark = tests[0].get_closest_marker("each") if tests else None
-    chosen = tests if mark is None else each_value(tests, mark.args)
-    units: dict[str | None, list[pytest.Item]] = {}
-    for x in chosen:
-        units.setdefault(x.callspec.params.get("isa") if hasattr(x, "callspec") else None, []).append(x)
+    units: dict[object, list[pytest.Item]] = {}
+    for x in tests:
+        if not is_twin(x):
+            units.setdefault(x.callspec.params.get("isa") if hasattr(x, "callspec") else None, []).append(x)
     best, *others = units.values() if units else [[]]
-    turn = zlib.crc32(name.encode())
-    if tests and tests[0].get_closest_marker("units"):
-        return best + [x for some in others for x in some[turn % min(5, len(some)) :: 5]]
-    return best + [x for n, some in enumerate(others) for x in some[(turn + 4 * n) % 9 :: 9]]
+    each, elsewhere = (tests[0].get_closest_marker(x) for x in ("each", "units"))
+    chosen = [x for x, _ in on_a_diagonal(best, each.args)] if each else best
+    if elsewhere:
+        for some in others:
+            chosen = chosen + list({row: x for x, row in reversed(on_a_diagonal(some, elsewhere.args))}.values())
+    return chosen
 
 
-def each_value(tests: list[pytest.Item], axes: tuple[str, ...]) -> list[pytest.Item]:
-    """Every value of these parameters, of every vector unit."""
+def on_a_diagonal(tests: list[pytest.Item], axes: tuple[str, ...]) -> list[tuple[pytest.Item, tuple[int, ...]]]:
+    """Returns tests that together have every value of these parameters, not every combination, each with its values'
+    numbers."""
     values: dict[str, dict[int, int]] = {axis: {} for axis in axes}  # and which of them it is
     places = [
         tuple(known.setdefault(id(x.callspec.params[axis]), len(known)) for axis, known in values.items())
         for x in tests
     ]
     sizes = [len(known) for known in values.values()]
-    rows = {tuple(n % size for size in sizes) for n in range(max(sizes))}
-    return [x for x, place in zip(tests, places, strict=True) if place in rows]
+    rows = {tuple(n % size for size in sizes) for n in range(max(sizes, default=1))}
+    return [(x, place) for x, place in zip(tests, places, strict=True) if place in rows]
 
 
 def is_twin(test: pytest.Item) -> bool:

@@ -26,7 +26,7 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
 
 
 def planned(code: str) -> sl.Plan:
-    """What the kernel would do with the `options` that this code makes."""
+    """Plans what the kernel would do with the `options` that this code makes."""
     names: dict[str, Any] = {}
     exec(code, names)
     return sl.plan(**{"q_heads": 1, "q_len": 4096, "head_dim": 64, "exact": True} | names["options"])

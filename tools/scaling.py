@@ -1,5 +1,5 @@
 """Draws docs/pictures/scaling.png and writes the tables of docs/scaling.md: what the model of plan(…, ranks=) says of 8
-to 1,024 ranks, and, beside it, what `speedlight bench --ranks` measured (benchmarks/results/ranks/*.json).
+to 1,024 ranks, and, beside it, what `benchmarks/run.py ranks` measured (benchmarks/results/ranks/*.json).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import speedlight as sl
-from speedlight.distributed.model import ASSUMED, Asked, Link, Rates, spread
 from speedlight.problem.plan import pair_flops
-from speedlight.tools.pictures import scaling
+from speedlight.problem.rank_plan import ASSUMED, Asked, Link, Rates, spread
+from speedlight.tools.pictures import pyplot
 
 ROOT = Path(__file__).parent.parent
 PAGE, PICTURE = ROOT / "docs" / "scaling.md", ROOT / "docs" / "pictures" / "scaling.png"
@@ -33,7 +33,7 @@ HIDING: dict[str, dict[str, Any]] = {
 
 
 def figures(ranks: tuple[int, ...] = RANKS) -> Iterator[dict[str, Any]]:
-    """Of each number of ranks, what the best of each method takes of the time that is ideal: one rank's, divided."""
+    """Returns the efficiency of each method over ranks: the ideal time, one rank's divided, over the method's."""
     for kind, hiding, n in ((k, h, n) for k in ("strong", "weak") for h in HIDING for n in ranks):
         length = STRONG if kind == "strong" else WEAK * n
         problem = sl.plan(q_heads=8, q_len=length, head_dim=128, **HIDING[hiding]).problem
@@ -54,9 +54,76 @@ def figures(ranks: tuple[int, ...] = RANKS) -> Iterator[dict[str, Any]]:
             }
 
 
+_WAYS = {
+    "ring zigzag": "#0072b2",
+    "ring contiguous": "#e69f00",
+    "gather": "#009e73",
+    "ulysses": "#d55e00",
+    "exact": "#cc79a7",
+}
+_MORE = {
+    "gather": " (sharding: the fastest)",
+    "exact": " (sharding: the fastest)",
+    "ulysses": " (as many ranks as heads: a circle)",
+}
+_LINES = ("-", ":", "--")  # of links, the fastest first
+
+
+def _width(name: str) -> float:
+    """The line that is drawn first is the widest: it shows beside one that lies on it."""
+    return 4.5 if name == next(iter(_WAYS)) else 1.6
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Over ranks, what is left of the ideal: strong scaling above, weak below, masks side by side."""
+    plt = pyplot()
+    kinds, masks = (list(dict.fromkeys(r[x] for r in rows)) for x in ("kind", "mask"))
+    links = sorted({r["link"] for r in rows}, reverse=True)
+    figure, axes = plt.subplots(
+        len(kinds), len(masks), figsize=(3.6 * len(masks), 3.1 * len(kinds)), layout="constrained", sharey=True,
+        squeeze=False,
+    )  # fmt: skip
+    for kind, across in zip(kinds, axes, strict=True):
+        for mask, place in zip(masks, across, strict=True):
+            for name, colour in _WAYS.items():
+                for link, style in zip(links, _LINES, strict=False):
+                    mine = [r for r in rows if (r["kind"], r["mask"], r["link"]) == (kind, mask, link)]
+                    points = [(r["ranks"], r["ways"][name]["efficiency"]) for r in mine if name in r["ways"]]
+                    look: dict[str, Any] = {"linewidth": _width(name)}
+                    if len(points) == 1:
+                        look = {"marker": "o", "markersize": 5, "mfc": colour if link == links[0] else "white"}
+                    place.plot(*zip(*points, strict=True), style, color=colour, **look)
+            place.set_title(f"{kind} scaling, {mask}", fontsize=10)
+            place.set_xscale("log", base=2)
+            place.set_xticks(ticks := sorted({r["ranks"] for r in rows}), [f"{x:,}" for x in ticks], fontsize=8)
+            place.grid(alpha=0.25)
+    for place in axes[:, 0]:
+        place.set_ylabel("of the ideal")
+        place.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        place.set_ylim(0, 1.05)
+    for place in axes[-1]:
+        place.set_xlabel("ranks")
+    line: Any = plt.Line2D
+    delays = {r["link"]: r["latency"] for r in rows}
+    handles = [
+        line([], [], color=colour, linewidth=_width(name), label=f"{name}{_MORE.get(name, '')}")
+        for name, colour in _WAYS.items()
+    ]
+    handles += [
+        line(
+            [], [], color="#444444", linestyle=style, marker="o", markersize=5,
+            mfc="#444444" if link == links[0] else "white", label=f"{link / 1e9:g} GB/s, {delays[link] * 1e6:g} µs",
+        )
+        for link, style in zip(links, _LINES, strict=False)
+    ]  # fmt: skip
+    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """The picture, which keeps its figures, so that a test sees that they are the model's."""
-    scaling(rows, path)
+    plot(rows, path)
     note = PngInfo()
     note.add_itxt("Figures", json.dumps(rows))
     with Image.open(path) as picture:

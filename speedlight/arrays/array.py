@@ -80,13 +80,13 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def conversion(name: str, dtype: str) -> str:
-    """How an array, or a tensor, is converted, for a message."""
+    """Returns code that converts an array, or a tensor, for a message."""
     of_numpy = f"ml_dtypes.{dtype}" if dtype == "bfloat16" else repr(dtype)
     return f"{name}.astype({of_numpy}), of a tensor {name}.to(torch.{dtype})"
 
 
 def code_cache(dtype: str) -> str:
-    """What a cache of codes is called in a message."""
+    """Returns the name of a cache of codes, with its article, for a message."""
     return f"{'an' if dtype == 'int8' else 'a'} {dtype} cache"
 
 
@@ -109,7 +109,7 @@ def describe(x: Any, name: str, *, gpu: bool = False) -> Array:
 
 
 def on_gpu(x: Any) -> bool:
-    """Whether an argument lies on an NVIDIA GPU."""
+    """Returns whether an argument lies on an NVIDIA GPU."""
     if isinstance(x, np.ndarray):
         return False
     if is_tensor(x):
@@ -118,13 +118,13 @@ def on_gpu(x: Any) -> bool:
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether it is PyTorch's, which is never imported to say so."""
+    """Returns whether it is a PyTorch tensor; never imports PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_masked(x: Any) -> bool:
-    """Whether NumPy calls it a masked array: what its mask hides would be read."""
+    """Returns whether it is NumPy's masked array, whose hidden numbers would be read."""
     ma = sys.modules.get("numpy.ma")
     return ma is not None and isinstance(x, ma.MaskedArray)
 
@@ -158,7 +158,7 @@ def _check_not_traced(x: Any, name: str) -> None:
 
 
 def short_list(x: Any, dimensions: int = 1, most_bytes: int = 8 * _MOST_LISTED) -> list[Any] | None:
-    """What an array of ints, or a contiguous tensor of them, of so many dimensions and at most so many bytes holds,
+    """Returns the ints of an array, or of a contiguous tensor, of so many dimensions and at most so many bytes,
     where all of it is in memory of the CPU; None of anything else, of tensors that are not yet negated, too.
     """
     if type(x) is np.ndarray:
@@ -177,7 +177,7 @@ def short_list(x: Any, dimensions: int = 1, most_bytes: int = 8 * _MOST_LISTED) 
 
 
 def listed(x: Any, name: str, what: str) -> list[Any]:
-    """What a short list of numbers, an array or a tensor of them holds now."""
+    """Returns the numbers that a short list, an array or a tensor holds now."""
     short = short_list(x)
     if short is not None:
         return short
@@ -229,19 +229,19 @@ def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
 
 
 def is_followed(x: Any) -> bool:
-    """Whether autograd follows what is made of a tensor now: it requires grad, or carries a tangent."""
+    """Returns whether autograd records what is made of a tensor now: it requires grad, or carries a tangent."""
     torch = sys.modules["torch"]
     return (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x)
 
 
 def has_tangent(x: Any) -> bool:
-    """Whether forward mode follows a tensor."""
+    """Returns whether a tensor carries a tangent of forward mode."""
     forward_ad = sys.modules["torch"].autograd.forward_ad
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a tensor stands for numbers that are elsewhere: in a graph, under a transform of torch.func …"""
+    """Returns whether a tensor stands for numbers that are elsewhere: in a graph, under a transform of torch.func …"""
     torch = sys.modules["torch"]
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return not x.is_nested
@@ -249,7 +249,7 @@ def is_traced(x: Any) -> bool:
 
 
 def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
-    """That a tensor's numbers lie in memory as its sizes and strides say, and, unless `followed`, that nobody
+    """Raises unless a tensor's numbers lie in memory as its sizes and strides say, and, unless `followed`, nobody
     differentiates it.
 
     Raises for subclasses that compute in their own way (FakeTensor, DTensor …), inside torch.func.vmap, grad and jvp,
@@ -286,13 +286,15 @@ def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
 
 
 def has_bytes(x: Any, size: int) -> bool:
-    """Whether a plain tensor's storage, which may have been resized, has so many bytes from its first element on."""
+    """Returns whether a plain tensor's storage, which may have been resized, has so many bytes from its first element
+    on.
+    """
     start = x.storage_offset()
     return x.untyped_storage().nbytes() >= size + (start and start * x.itemsize)
 
 
 def _has_memory(x: Any) -> bool:
-    """Whether every element lies inside the tensor's storage."""
+    """Returns whether every element lies inside the tensor's storage."""
     if not x.numel():
         return True
     last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""How the arrays of a call lie: their dimensions by name, and what q, k and v must have in common."""
+"""Layouts of a call's arrays: their dimensions by name, and what q, k and v must have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def batch_of(shape: tuple[int, ...], layout: str) -> int:
 
 
 def check_dimensions(name: str, shape: tuple[int, ...], layout: str) -> None:
-    """As many as the layout has letters. Of three, nobody but the caller knows which they are."""
+    """Raises unless there are as many dimensions as the layout has letters. Of three, only the caller knows which they
+    are.
+    """
     if len(shape) == len(layout):
         return
     way = ""
@@ -50,7 +52,7 @@ def check_batch(k: Array, v: Array, batch: int) -> None:
 
 
 def are_widened(keys: str, queries: str) -> bool:
-    """Whether keys and values of one dtype are taken under queries of another: all is computed in float32."""
+    """Returns whether keys of this dtype are widened under queries of another: all is computed in float32."""
     return keys != queries and keys in _NARROW and queries in _WIDE
 
 
@@ -66,7 +68,7 @@ def check_together(k: Array, v: Array, q: Array) -> str | None:
 
 
 def check_beside(x: Array, q: Array) -> None:
-    """Of q's kind, and where q lies."""
+    """Raises unless x is of q's kind, and lies where q lies."""
     if (x.kind == "torch") != (q.kind == "torch"):
         raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
     if x.device != q.device:

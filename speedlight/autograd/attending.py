@@ -14,14 +14,7 @@ from ..calls.backward import attention_backward as backward
 from ..calls.dense import attend
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..problem.checks import seed_of
-from ..problem.gradients import (
-    SINKS,
-    Followed,
-    check_on_cpu,
-    check_one_dtype,
-    check_unwritten,
-    settled,
-)
+from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, settled
 from ..problem.problem import Options
 from . import higher_order as further
 from . import operators as ops

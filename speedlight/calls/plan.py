@@ -6,28 +6,16 @@ from typing import Any
 
 from .. import engines
 from ..arrays.array import DTYPES
-from ..distributed.model import asked_ranks
 from ..errors import ArgumentError
 from ..host.graph_breaks import leaves_graph
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
 from ..problem.operands import Dense, Strides, stride_of
-from ..problem.options import (
-    Causal,
-    Int,
-    Ints,
-    Layout,
-    Mask,
-    Method,
-    Precision,
-    Scores,
-    Shard,
-    Sinks,
-    Window,
-)
+from ..problem.options import Causal, Int, Ints, Layout, Mask, Method, Precision, Scores, Shard, Sinks, Window
 from ..problem.plan import Plan, over_ranks
 from ..problem.problem import Options, Sizes, padded_alike
+from ..problem.rank_plan import asked_ranks
 from .dense import describe
 
 

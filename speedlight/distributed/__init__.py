@@ -4,8 +4,6 @@ attention: of this process's shard to the whole sequence, with gradients
 shard, unshard: a process's part of a whole tensor, and a whole tensor of all parts
 positions: which tokens each process holds
 KVCache: a cache whose tokens are shared out among the processes
-context_parallel: PyTorch's, on CPUs: scaled_dot_product_attention() runs over the shards of all
-ring_ops: the operations of PyTorch's private ring attention, forward and backward
 local_attention: what DeepSpeed's DistributedAttention (Ulysses) takes
 ring_flash_attn: a module with the calls of ring-flash-attention
 
@@ -21,21 +19,18 @@ from typing import TYPE_CHECKING
 from ..host.lazy import importer
 
 if TYPE_CHECKING:
+    from ..problem.shardings import positions
     from . import ring_flash_attn
     from .attending import attention
     from .cache import KVCache
     from .local import local_attention
-    from .shardings import positions
-    from .templated import context_parallel, ring_ops
     from .tensors import shard, unshard
 
 _HOMES = {
     "KVCache": "cache",
     "attention": "attending",
-    "context_parallel": "templated",
     "local_attention": "local",
-    "positions": "shardings",
-    "ring_ops": "templated",
+    "positions": "..problem.shardings",
     "shard": "tensors",
     "unshard": "tensors",
 }
@@ -44,11 +39,9 @@ _MODULES = ("ring_flash_attn",)
 __all__ = [
     "KVCache",
     "attention",
-    "context_parallel",
     "local_attention",
     "positions",
     "ring_flash_attn",
-    "ring_ops",
     "shard",
     "unshard",
 ]

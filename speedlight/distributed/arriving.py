@@ -1,4 +1,4 @@
-"""Keys and values on their way, round by round: sent and received while the round before is computed."""
+"""Messages of a ring, round by round: keys that come and gradients that go home beside what is computed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..problem.shardings import Runs, places
 from .groups import Message, Peers
 from .rounds import Schedule, Step, Transfer
-from .shardings import Runs, places
-from .tensors import lying, passing
+from .tensors import Memory, contiguous, mmap_empty
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -18,7 +18,7 @@ _BUFFERS = 3  # one that is computed with, one that is passed on, one into which
 _LARGE = 1 << 18  # bytes of a message that is worth its own start
 
 
-class Shard:
+class LocalKeys:
     """A process's own keys and values, by position."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], runs: Runs, dim: int) -> None:
@@ -50,7 +50,7 @@ class Arrivals:
     passed on, and one into which the next ones come. The caller of keys() lets go of those of the step before.
     """
 
-    def __init__(self, peers: Peers, own: Shard, schedule: Schedule) -> None:
+    def __init__(self, peers: Peers, own: LocalKeys, schedule: Schedule) -> None:
         self.peers, self.own = peers, own
         mine = [x for x in schedule.transfers if peers.rank in (x.source, x.to)]
         self.rounds = sorted({x.round for x in mine})
@@ -123,7 +123,7 @@ class Arrivals:
         for x in comes:
             for n, place in enumerate(self._places(self.steps[turn], tensors, x.keys)):
                 for part in pieces(place, self.own.dim):
-                    into = part if part.is_contiguous() else passing(part, part.shape)
+                    into = part if part.is_contiguous() else mmap_empty(part, part.shape)
                     receives.append((into, x.source, tag(turn, n), _what(x)))
                     aside += [] if into is part else [(part, into)]
         messages = self.peers.post([x for sends, _ in gives for x in sends], receives)
@@ -140,7 +140,7 @@ class Arrivals:
         """Some keys as messages, and the memory that is free once they are gone."""
         tensors, memory = self._relayed(x) if x.relayed else (self.own.of(x.keys), ())
         parts = [(n, part) for n, t in enumerate(tensors) for part in pieces(t, self.own.dim)]
-        given = [(lying(part), x.to, tag(x.round, n), _what(x)) for n, part in parts]
+        given = [(contiguous(part), x.to, tag(x.round, n), _what(x)) for n, part in parts]
         copies = tuple([y for (_, part), (y, *_) in zip(parts, given, strict=True) if y is not part])
         return given, memory if len(copies) < len(parts) and memory else copies
 
@@ -166,7 +166,7 @@ class Arrivals:
 
     def _memory(self, length: int) -> Tensors:
         dim = self.own.dim
-        return tuple([passing(x, (*x.shape[:dim], length, *x.shape[dim + 1 :])) for x in self.own.tensors])
+        return tuple([mmap_empty(x, (*x.shape[:dim], length, *x.shape[dim + 1 :])) for x in self.own.tensors])
 
 
 def pieces(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
@@ -198,3 +198,81 @@ def _within(part: range, keys: range) -> bool:
 
 def tag(turn: int, n: int) -> int:
     return 4 * turn + n
+
+
+# --- gradients
+
+
+class Returns:
+    """Gradients that this process sends to who holds the keys, and those of its own keys that others send it.
+
+    What comes is added in the order of rounds. Beside the gradients that are computed some may come, and some go: what
+    was computed in a round travels during the next one. Nobody waits for later rounds than his own, so all end.
+    """
+
+    def __init__(self, peers: Peers, total: LocalKeys, transfers: tuple[Transfer, ...], memory: Memory) -> None:
+        self.peers, self.total, self.memory = peers, total, memory
+        self.expected = [x for x in transfers if x.owner == peers.rank]
+        self.coming: tuple[Transfer, list[Message], list[torch.Tensor]] | None = None
+        self.sent: list[Message] = []
+
+    def settle(self, before: float) -> None:
+        """Adds all that others have computed in earlier rounds than this one."""
+        self._add()
+        while self.expected and self.expected[0].round < before:
+            self.receive(before)
+            self._add()
+
+    def receive(self, before: float) -> None:
+        """What another one has computed in an earlier round may come."""
+        if not self.expected or self.expected[0].round >= before:
+            return
+        x = self.expected.pop(0)
+        buffers = [self.memory.take(y, y.shape) for y in self.total.of(x.keys)]
+        receives = [(y, x.to, tag(x.round, 2 + n), _what_returns(x.round, x.keys)) for n, y in enumerate(buffers)]
+        self.coming = x, self.peers.post([], receives), buffers
+
+    def sums(self, step: Step) -> list[torch.Tensor]:
+        """Where a step adds what flows to its keys: the totals of own ones, zeros of others."""
+        ((owner, keys),) = step.fragments
+        if owner == self.peers.rank:
+            return list(self.total.of(keys))
+        dim, tensors = self.total.dim, self.total.tensors
+        shapes = [(*x.shape[:dim], len(keys), *x.shape[dim + 1 :]) for x in tensors]
+        return [self.memory.take(x, shape).zero_() for x, shape in zip(tensors, shapes, strict=True)]
+
+    def give(self, step: Step, flows: list[torch.Tensor]) -> None:
+        """Sends what sums() gave to who holds the keys."""
+        ((owner, keys),) = step.fragments
+        if owner == self.peers.rank:
+            return
+        sends = [(x, owner, tag(step.round, 2 + n), _what_returns(step.round, keys)) for n, x in enumerate(flows)]
+        sent = self.peers.post(sends, [])
+        self.gone()
+        self.sent = sent
+
+    def gone(self) -> None:
+        """Until the last one that was sent has left."""
+        for message in self.sent:
+            self.peers.wait(message)
+        self.memory.give([message.tensor for message in self.sent])
+        self.sent = []
+
+    def finish(self) -> None:
+        self.settle(math.inf)
+        self.gone()
+
+    def _add(self) -> None:
+        if self.coming is None:
+            return
+        x, messages, buffers = self.coming
+        for message in messages:
+            self.peers.wait(message)
+        for y, z in zip(self.total.of(x.keys), buffers, strict=True):
+            y += z
+        self.memory.give(buffers)
+        self.coming = None
+
+
+def _what_returns(turn: int, keys: range) -> str:
+    return f"with gradients of keys {keys.start} to {keys.stop - 1} in step {turn}"

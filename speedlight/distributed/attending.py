@@ -20,12 +20,12 @@ from ..problem.checks import check_flag, check_layout
 from ..problem.gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
 from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
 from ..problem.problem import LAYOUTS, Options, Problem, new_options, padded_alike
+from ..problem.shardings import Shard, check_shard, one_after_the_other, positions
 from .forms import form_of, tables_in
-from .groups import Meshed, agreed, peers_of
+from .groups import MeshGroups, agreed, peers_of
 from .plans import Sharded
-from .shardings import Shard, check_shard, one_after_the_other, positions
 from .tensors import check_device, check_lengths
-from .ways import METHODS, Method, Way
+from .ways import METHODS, Execution, Method
 
 
 @leaves_graph
@@ -139,18 +139,22 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
             sharded = given.sharded(known, arrays, sizes)
         for peers in (given.peers.ring, given.peers.heads):
             peers.open(given.q.device)
-        wrong: list[ArgumentError] = []
-        way = Way(
-            given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse, wrong,
-            on_gpu(given.q),
+        deferred_errors: list[ArgumentError] = []
+        way = Execution(
+            given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse,
+            deferred_errors, on_gpu(given.q),
         )  # fmt: skip
         found = way.attended(given.q, given.k, given.v)
-        if wrong or sharded.may_fail:
-            told(given.peers, {"call": "attention, computed"}, (), wrong[0] if wrong else None)
+        if deferred_errors or sharded.may_fail:
+            agree_over_mesh(
+                given.peers, {"call": "attention, computed"}, (), deferred_errors[0] if deferred_errors else None
+            )
         return found
 
 
-def told(peers: Meshed, form: dict[str, str], own: tuple[int, ...], error: Exception | None) -> list[tuple[int, ...]]:
+def agree_over_mesh(
+    peers: MeshGroups, form: dict[str, str], own: tuple[int, ...], error: Exception | None
+) -> list[tuple[int, ...]]:
     """What every process says of itself, in the order of ranks. What a row of a mesh raises, all rows hear."""
     row = [own]
     if peers.heads.ranks > 1:
@@ -172,7 +176,7 @@ class Given(NamedTuple):
     method: Any
     exact: Any
     return_lse: Any
-    peers: Meshed
+    peers: MeshGroups
     cuts: tuple[int, ...] | None = None  # offsets of sequences of which each is sharded by itself
 
     def checked(self, options: Options) -> tuple[Followed, list[Any], tuple[Array, ...]]:
@@ -259,7 +263,7 @@ class Given(NamedTuple):
     ) -> list[tuple[int, ...]]:
         """Lengths of q and k of every process, in the order of ranks."""
         dim = LAYOUTS[layout][-2] if arrays else 0
-        return told(self.peers, form, tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0), error)
+        return agree_over_mesh(self.peers, form, tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0), error)
 
     def sharded(self, known: Followed, arrays: tuple[Array, ...], sizes: list[tuple[int, ...]]) -> Sharded:
         """The problem of the whole sequence, and who holds what of it."""

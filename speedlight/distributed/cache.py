@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..arrays.files import read_metadata
 from ..arrays.integers import whole
-from ..errors import ArgumentError, not_pickled
+from ..errors import ArgumentError, FileError, not_pickled
 from ..errors.advice import explained, refuses_others, unknown
 from ..kv import saving as saved
 from ..kv.cache import KVCache as Local
@@ -19,18 +20,17 @@ from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem.checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
 from ..problem.problem import Options
+from ..problem.shardings import check_shard, positions
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
-from .partial import asked_of, carried, merged, partial
-from .placement import Placement, picked
-from .saving import Content, Written, read
-from .shardings import check_shard, positions
+from .partial import NewTokens, asked_of, carried, merged, partial, put
+from .placement import Placement
 from .tensors import check_lengths
 
 if TYPE_CHECKING:
     from ..problem.options import Dtype, Ints, Mask, Scores, Sinks
-    from .shardings import Shard
+    from ..problem.shardings import Shard
 
 _STORED = "stored tokens"  # as a message names what ranks have by now
 
@@ -41,15 +41,6 @@ class _Checked(NamedTuple):
     form: dict[str, str]  # in words that have to be the same on every rank
     found: Any = None
     own: int = 0  # of this rank alone: tokens that it brings, or what it has drawn
-
-
-class _New(NamedTuple):
-    """Tokens that a call brings, as this rank has them, and where all of them go."""
-
-    k: Any
-    v: Any
-    rows: list[list[range]]  # of every sequence, which of k and v this rank keeps
-    after: list[Placement]
 
 
 class _Shorter(NamedTuple):
@@ -197,18 +188,18 @@ class KVCache:
             check_shard(shard)
             if new_lengths is not None:
                 raise ArgumentError("new_lengths: expected None beside shard=, which is of all sequences; got lengths.")
-            new = _New(*padded_tokens(self._local._storage, self._local.batch, k, v, None, None)[:2], [], [])
+            new = NewTokens(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], [], [])
             return _Checked({"shard": shard, **self._state(at)}, new, new.k.shape[2])
 
         new, counts = self._agreed("append", checked)
         if shard is not None:
             new = self._sharded(layer, new, counts, shard)
-        before = self._local._held[layer]
+        before = self._local.lengths(layer)
         try:
-            self._put(layer, new)
+            put(self._local, layer, new)
             self._placed[layer] = new.after  # from here on nothing comes between
         except BaseException:
-            self._local._take_back(layer, before)
+            self._local.roll_back(layer, before)
             raise
 
     @refuses_others
@@ -265,11 +256,11 @@ class KVCache:
             return _Checked({**asked.form(), **form, **self._state(at)}, (new, asked))
 
         (new, asked), _ = self._agreed("attend", checked)
-        before, failed, state = self._local._held[layer], None, None
+        before, failed, state = self._local.lengths(layer), None, None
         try:
             try:
                 if new is not None:
-                    self._put(layer, new)
+                    put(self._local, layer, new)
                 state = partial(self._local, layer, asked, self.rank)
             except BaseException as error:  # the others wait for what this rank finds: they hear that nothing comes
                 failed = error
@@ -277,7 +268,7 @@ class KVCache:
             self._placed[layer] = asked.after  # from here to the return nothing comes between
             return (out, lse) if return_lse else out
         except BaseException:
-            self._local._take_back(layer, before)
+            self._local.roll_back(layer, before)
             raise
 
     # --- shrinking
@@ -321,12 +312,12 @@ class KVCache:
 
     def _shorten(self, after: list[list[Placement]], change: Callable[[], None]) -> None:
         """Both change, or neither: this rank's tokens by one store of their lengths, which tells."""
-        before, held = self._placed, self._local._held
+        before, held = self._placed, [self._local.lengths(n) for n in range(self.layers)]
         try:
             self._placed = after
             change()
         except BaseException:
-            if self._local._held is held:
+            if [self._local.lengths(n) for n in range(self.layers)] == held:
                 self._placed = before
             raise
 
@@ -336,19 +327,20 @@ class KVCache:
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file of each rank: for "x.safetensors" rank 0 of 2 writes "x.0-of-2.safetensors".
 
-        Files that are there stay as they are until every rank has written its own aside.
+        Each is that of its rank's speedlight.KVCache.save(), with metadata on whose the tokens are. Where one rank
+        cannot write, all raise, and load() refuses the files of two calls together: keep those of before under another
+        name.
 
         Raises:
             FileError: as of speedlight.KVCache.save(), on every rank.
         """
         draw = secrets.randbits(62)  # by which files of one save() know each other
-        where, drawn = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path), draw))
-        new = Written(where, self.rank, self.ranks, drawn[0])
-        content = Content(self._local, self.capacity, self.piece, self._placed)
-        with new.discarding():
-            self._agreed("save, written", lambda: _Checked({}, new.write(content)))
-            with new.finishing():
-                self._agreed("save, renamed", lambda: _Checked({}, new.rename()))
+        words = placement.as_words(self._placed)
+        where, drawn = self._agreed("save", lambda: _Checked({"tokens": words}, saved.checked_path(path), draw))
+        more = {"rank": self.rank, "ranks": self.ranks, "stamp": drawn[0], "whole": self.capacity, "piece": self.piece}
+        metadata = {name: str(x) for name, x in more.items()} | {"placed": words}
+        own = saved.rank_path(where, self.rank, self.ranks)
+        self._agreed("save, written", lambda: _Checked({}, self._local.save_with(own, metadata)))
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu", group: Any = None) -> KVCache:
@@ -361,9 +353,18 @@ class KVCache:
         cache._joins(group)
 
         def found() -> _Checked:
-            content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
-            form = {"stamp": stamp, "tokens": placement.as_words(content.placed)}
-            return _Checked({**form, **carried(cache._peers, content.local)}, content)
+            where = saved.rank_file(saved.checked_path(path), cache.rank, cache.ranks)
+            words, local = read_metadata(where), saved.opened(where, lambda **sizes: Local(**sizes, device=device))
+            try:
+                placed = placement.from_words(words["placed"], cache.ranks)
+                held = [[x.counts[cache.rank] for x in layer] for layer in placed]
+                if int(words["ranks"]) != cache.ranks or held != [list(local.lengths(n)) for n in range(local.layers)]:
+                    raise ValueError("tokens of another file")
+                content = local, int(words["whole"]), int(words["piece"]), placed
+                form = {"stamp": words["stamp"], "tokens": words["placed"]}
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                raise FileError(f"{where}: expected a file that save() of a sharded cache wrote ({error}).") from None
+            return _Checked({**form, **carried(cache._peers, local)}, content)
 
         content, _ = cache._agreed("load", found)
         cache._holds(*content)
@@ -392,15 +393,12 @@ class KVCache:
             raise
         return given.found, [own for (own,) in rows]
 
-    def _words(self) -> str:
-        return placement.as_words(self._placed)
-
     def _state(self, layer: int) -> dict[str, str]:
         return {"layer": str(layer), _STORED: str([x.counts for x in self._placed[layer]])}
 
-    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[_New, dict[str, str]]:
+    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[NewTokens, dict[str, str]]:
         """New tokens that every rank has."""
-        k, v, counts = padded_tokens(self._local._storage, self._local.batch, k, v, new_lengths, None)
+        k, v, counts = padded_tokens(self._local.storage, self._local.batch, k, v, new_lengths, None)
         before = self._placed[layer]
         grown: dict[tuple[int, int], Placement] = {}  # most often the sequences of a batch have one
         for x, n in zip(before, counts, strict=True):
@@ -410,9 +408,9 @@ class KVCache:
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         rows = [placement.new_rows(x, y, self.rank) for x, y in zip(before, after, strict=True)]
         form = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
-        return _New(k, v, rows, after), form | entries_of(counts, k=k, v=v)
+        return NewTokens(k, v, rows, after), form | entries_of(counts, k=k, v=v)
 
-    def _sharded(self, layer: int, new: _New, counts: list[int], shard: Shard) -> _New:
+    def _sharded(self, layer: int, new: NewTokens, counts: list[int], shard: Shard) -> NewTokens:
         """New tokens of which every rank has its shard."""
         shards = positions(sum(counts), self.ranks, shard)
         check_lengths("k", counts, shards, shard)
@@ -421,23 +419,6 @@ class KVCache:
         after = [joined[id(x)] for x in before]
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         return new._replace(rows=[[range(counts[self.rank])]] * self.batch, after=after)
-
-    def _put(self, layer: int, new: _New) -> None:
-        """Appends what is this rank's."""
-        counts = [sum(map(len, rows)) for rows in new.rows]
-        most = max(counts)
-        if not most:
-            return
-        if all([rows == new.rows[0] for rows in new.rows]):
-            self._local.append(layer, picked(new.k, new.rows[0]), picked(new.v, new.rows[0]))
-            return
-        both = []
-        for x in (new.k, new.v):
-            own = x[:, :, :most] + 0  # a copy, as long as any needs
-            for item, rows in enumerate(new.rows):
-                own[item, :, : counts[item]] = picked(x[item : item + 1], rows)[0]
-            both.append(own)
-        self._local.append(layer, *both, new_lengths=counts)
 
 
 def _of_all(layers: list[_Shorter]) -> _Shorter:

@@ -13,7 +13,7 @@ from ..problem.gradients import Followed, check_unwritten, resolved
 from ..problem.problem import LAYOUTS
 from . import joining, ring
 from .plans import Plan, Sharded, plan_of
-from .ring import Here, Saved
+from .ring import RankContext, Saved
 
 
 class Core:
@@ -35,8 +35,8 @@ class Core:
         """A pass back adds by owner, whatever the order of keys was."""
         return plan_of(self.sharded, self.rank, exact=False) if self.exact else self.plan
 
-    def here(self, peers: Any, plan: Plan, wrong: list[ArgumentError]) -> Here:
-        return Here(peers, self.sharded, plan, self.layout, self.prepared, wrong)
+    def here(self, peers: Any, plan: Plan, deferred_errors: list[ArgumentError]) -> RankContext:
+        return RankContext(peers, self.sharded, plan, self.layout, self.prepared, deferred_errors)
 
 
 class Context(NamedTuple):
@@ -46,7 +46,7 @@ class Context(NamedTuple):
     peers: Any
     known: Followed
     read: list[tuple[Any, Any]]
-    wrong: list[ArgumentError]
+    deferred_errors: list[ArgumentError]
     keys: Any = None  # how keys and values are gathered first, and what flows to them returned, in float32
 
 
@@ -63,7 +63,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x.detach() for x in (q, k, v))
         if context.keys is not None:
             k, v = (context.keys.gathered(x) for x in (k, v))
-        here = core.here(context.peers, core.plan, context.wrong)
+        here = core.here(context.peers, core.plan, context.deferred_errors)
         out, lse = joining.forward(here, q, k, v) if core.on_gpu else ring.forward(here, q, k, v)
         ctx.context = context
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
         saved = Saved(q, k, v, out, lse, d_out, d_lse)
         wanted = tuple([t for t, need in zip(known.tables, needed[4:], strict=True) if need])
         # what flows to keys of others is sent on as it was summed
-        here = core.here(context.peers, core.back, context.wrong)
+        here = core.here(context.peers, core.back, context.deferred_errors)
         found = ring.backward(here, saved, wanted, wide=context.keys is not None)
         flows = dict(zip(wanted, found.tables, strict=True))
         tables = (flows[t].reshape(t.origin.shape).to(t.origin.dtype) if t in flows else None for t in known.tables)

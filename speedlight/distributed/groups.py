@@ -105,7 +105,7 @@ class Peers:
             self.gathered(torch.zeros(1, dtype=torch.int64, device=device), "to begin")
             self.known.opened.add(device.type)
 
-    def told(self, said: Any) -> list[Any]:
+    def all_gather_object(self, said: Any) -> list[Any]:
         """Something of every process, in the order of ranks."""
         found: list[Any] = [None] * self.ranks
         with self.underway():
@@ -244,7 +244,7 @@ class Peers:
             return "the group's timeout"
 
 
-class Alone(NamedTuple):
+class SingleRank(NamedTuple):
     """Where nobody else takes part."""
 
     rank: int = 0
@@ -266,7 +266,7 @@ class Alone(NamedTuple):
         return
 
 
-class Meshed(NamedTuple):
+class MeshGroups(NamedTuple):
     """Along which keys travel, and along which heads are exchanged."""
 
     ring: Any
@@ -288,10 +288,10 @@ class Meshed(NamedTuple):
             yield
 
 
-def peers_of(group: Any, mesh: Any) -> Meshed:
+def peers_of(group: Any, mesh: Any) -> MeshGroups:
     """The processes of a group, or of a mesh."""
     if mesh is None:
-        return Meshed(Peers(group), Alone())
+        return MeshGroups(Peers(group), SingleRank())
     if group is not None:
         raise ArgumentError("group: expected None beside mesh=, which has its groups; got both.")
     from torch.distributed.device_mesh import DeviceMesh
@@ -299,7 +299,7 @@ def peers_of(group: Any, mesh: Any) -> Meshed:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ArgumentTypeError(f"mesh: expected a DeviceMesh of one or two dimensions; got {shown(mesh)}.")
     groups = [Peers(mesh.get_group(d)) for d in range(mesh.ndim)]
-    return Meshed(groups[0], groups[1] if mesh.ndim == 2 else Alone())
+    return MeshGroups(groups[0], groups[1] if mesh.ndim == 2 else SingleRank())
 
 
 def group_of(group: Any) -> Any:
@@ -341,13 +341,13 @@ def agreed(peers: Peers, form: dict[str, str], sizes: Sequence[int], error: Exce
         if len(sizes) > _SIZES:
             return peers.exchange(sizes)
         return [x[2 : 2 + len(sizes)] for x in found]
-    said = peers.told((None if error is None else _text(error), isinstance(error, FileError), form))
+    said = peers.all_gather_object((None if error is None else _text(error), isinstance(error, FileError), form))
     if error is not None:
         raise error
     for rank, (wrong, of_file, _) in enumerate(said):
         if wrong is not None:
             kind = FileError if of_file else ArgumentError
-            raise kind(f"group: expected calls that fit; rank {peers.world_rank(rank)} raised: {wrong}")
+            raise kind(f"group: rank {peers.world_rank(rank)} failed before the exchange: {wrong}")
     mine = said[peers.rank][2]
     for rank, (*_, theirs) in enumerate(said):
         for name in {**mine, **theirs}:

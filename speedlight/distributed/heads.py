@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..problem.key_parts import Heads
 from ..problem.problem import LAYOUTS
+from ..problem.shardings import Runs, tokens, whole_of
 from .arriving import pieces
 from .groups import Peers
-from .parts import Heads
-from .shardings import Runs, tokens, whole_of
-from .tensors import Passage, common, every, lying, passed, passing
+from .tensors import Exchange, common, contiguous, exchange, mmap_empty, strided_slice
 
 
-class Exchange(NamedTuple):
+class HeadExchange(NamedTuple):
     """Who holds which tokens and computes which heads."""
 
     peers: Peers
@@ -44,20 +44,20 @@ def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
     return head, length
 
 
-def gathered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Exchange.gathered(), which autograd follows."""
-    return passed((Passage(exchange.gathered, exchange.returned),), tensor)[0]
+def gathered(tensor: torch.Tensor, heads: HeadExchange) -> torch.Tensor:
+    """HeadExchange.gathered(), which autograd follows."""
+    return exchange((Exchange(heads.gathered, heads.returned),), tensor)[0]
 
 
-def scattered(*given: tuple[torch.Tensor, Exchange]) -> tuple[torch.Tensor, ...]:
-    """Exchange.returned() of several tensors, which autograd follows."""
-    return passed(tuple([Passage(x.returned, x.gathered) for _, x in given]), *[tensor for tensor, _ in given])
+def scattered(*given: tuple[torch.Tensor, HeadExchange]) -> tuple[torch.Tensor, ...]:
+    """HeadExchange.returned() of several tensors, which autograd follows."""
+    return exchange(tuple([Exchange(x.returned, x.gathered) for _, x in given]), *[tensor for tensor, _ in given])
 
 
 class _Messages:
     """What goes to other processes and comes from them, piece by piece: from where it lies, to where it belongs."""
 
-    def __init__(self, x: Exchange, what: str) -> None:
+    def __init__(self, x: HeadExchange, what: str) -> None:
         self.x, self.what = x, what
         self.sends: list[Any] = []
         self.receives: list[Any] = []
@@ -65,11 +65,11 @@ class _Messages:
 
     def give(self, part: torch.Tensor, to: int) -> None:
         for y in pieces(part, self.x.axes[1]):
-            self.sends.append((lying(y), to, self._number(self.sends, to), self.what))
+            self.sends.append((contiguous(y), to, self._number(self.sends, to), self.what))
 
     def take(self, place: torch.Tensor, source: int) -> None:
         for y in pieces(place, self.x.axes[1]):
-            into = y if y.is_contiguous() else passing(y, y.shape)
+            into = y if y.is_contiguous() else mmap_empty(y, y.shape)
             self.receives.append((into, source, self._number(self.receives, source), self.what))
             self.aside += [] if into is y else [(y, into)]
 
@@ -83,52 +83,54 @@ class _Messages:
             place.copy_(part)
 
 
-def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, x: HeadExchange) -> torch.Tensor:
     own, (head, length), whole = x.peers.rank, x.axes, x.all_tokens
-    result = passing(tensor, _shape(tensor, x.axes, len(x.heads[own]), tokens(whole)))
+    result = mmap_empty(tensor, _shape(tensor, x.axes, len(x.heads[own]), tokens(whole)))
     messages = _Messages(x, "with its heads")
     for to, heads in enumerate(x.heads):
         for part in _of_heads(tensor, heads, head) if to != own else ():
             for at, _ in common(x.held[own], whole):
-                messages.give(every(part, at, length), to)
+                messages.give(strided_slice(part, at, length), to)
     for source, runs in enumerate(x.held):
         for part, place in zip(
             _of_heads(tensor, x.heads[own], head), _in_turn(result, x.heads[own], head), strict=True
         ):
             for at, into in common(runs, whole):
                 if source != own:
-                    messages.take(every(place, into, length), source)
+                    messages.take(strided_slice(place, into, length), source)
                 else:
-                    every(place, into, length).copy_(every(part, at, length))
+                    strided_slice(place, into, length).copy_(strided_slice(part, at, length))
     messages.carry()
     return result
 
 
-def _scatter(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
+def _scatter(tensor: torch.Tensor, x: HeadExchange) -> torch.Tensor:
     """Heads that are several processes' come together as their sum, in float32 at least, by rank."""
     own, (head, length), whole = x.peers.rank, x.axes, x.all_tokens
     adding = sum(map(len, x.heads)) > x.number
     count = tokens(x.held[own])
-    result = passing(tensor, _shape(tensor, x.axes, x.number, count))
+    result = mmap_empty(tensor, _shape(tensor, x.axes, x.number, count))
     messages, parts = _Messages(x, "with its tokens"), []
     for to, runs in enumerate(x.held):
         for part in _in_turn(tensor, x.heads[own], head) if to != own else ():
             for _, into in common(runs, whole):
-                messages.give(every(part, into, length), to)
+                messages.give(strided_slice(part, into, length), to)
     for source, heads in enumerate(x.heads):
-        parts.append(passing(tensor, _shape(tensor, x.axes, len(heads), count)) if adding else result)
+        parts.append(mmap_empty(tensor, _shape(tensor, x.axes, len(heads), count)) if adding else result)
         places = _in_turn(parts[-1], heads, head) if adding else _of_heads(result, heads, head)
         for n, place in enumerate(places):
             for at, into in common(x.held[own], whole):
                 if source != own:
-                    messages.take(every(place, at, length), source)
+                    messages.take(strided_slice(place, at, length), source)
                 else:
-                    every(place, at, length).copy_(every(_in_turn(tensor, heads, head)[n], into, length))
+                    strided_slice(place, at, length).copy_(
+                        strided_slice(_in_turn(tensor, heads, head)[n], into, length)
+                    )
     messages.carry()
     return _added(parts, x, result) if adding else result
 
 
-def _added(parts: list[torch.Tensor], x: Exchange, like: torch.Tensor) -> torch.Tensor:
+def _added(parts: list[torch.Tensor], x: HeadExchange, like: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     for part, heads in zip(parts, x.heads, strict=True):
         total.index_add_(x.axes[0], torch.tensor(heads, dtype=torch.int64, device=like.device), part.to(total.dtype))

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from .. import engines
+from ..problem.key_parts import KeyPart
 from ..problem.problem import LAYOUTS
+from ..problem.shardings import places
 from .arriving import Arrivals
-from .parts import Part
 from .plans import Work
-from .ring import Here
-from .shardings import places
+from .ring import RankContext
 
 
-def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(here: RankContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this process's rows."""
     rows, plan = _Rows(here, q, k, v), here.plan
     with here.peers.together():
@@ -39,7 +39,7 @@ class _Rows:
     Everything that can be refused is refused as it is made, before any message.
     """
 
-    def __init__(self, here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, here: RankContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.here, self.q, self.engine = here, q, engines.gpu()
         self.packed, plan = here.sharded.whole.cu_q is not None, here.plan
         self.out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -70,7 +70,7 @@ class _Rows:
         prepared |= calls
         prepared["endings"] = [self._ending(run) for run in range(len(self.here.runs))]
 
-    def _call_of(self, part: Part, work: Work, keys: Any) -> Any:
+    def _call_of(self, part: KeyPart, work: Work, keys: Any) -> Any:
         """A call of the kernel for a part: of all rows of its run, those included that are padding."""
         whole, alone = self.here.sharded.whole.problem, self._alone(work)
         rows = None if whole.rows is None else len(self.here.runs[work.run])

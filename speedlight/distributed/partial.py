@@ -24,10 +24,19 @@ from ..problem.build import from_stored
 from ..problem.problem import Options, Problem
 from .forms import entries_of, form_of
 from .groups import Peers
-from .placement import Placement
+from .placement import Placement, picked
 
 _CAUSAL = causal()
 _B, _I, _J = (Symbol(Node("symbol", SYMBOLS[name], value=name)) for name in "bij")
+
+
+class NewTokens(NamedTuple):
+    """Tokens that a call brings, as this rank has them, and where all of them go."""
+
+    k: Any
+    v: Any
+    rows: list[list[range]]  # of every sequence, which of k and v this rank keeps
+    after: list[Placement]
 
 
 class Asked(NamedTuple):
@@ -49,11 +58,29 @@ class Asked(NamedTuple):
         return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"}) | entries_of(p.q_lengths, q=self.q)
 
 
+def put(local: KVCache, layer: int, new: NewTokens) -> None:
+    """Appends those of the new tokens that are this rank's."""
+    counts = [sum(map(len, rows)) for rows in new.rows]
+    most = max(counts)
+    if not most:
+        return
+    if all([rows == new.rows[0] for rows in new.rows]):
+        local.append(layer, picked(new.k, new.rows[0]), picked(new.v, new.rows[0]))
+        return
+    both = []
+    for x in (new.k, new.v):
+        own = x[:, :, :most] + 0  # a copy, as long as any needs
+        for item, rows in enumerate(new.rows):
+            own[item, :, : counts[item]] = picked(x[item : item + 1], rows)[0]
+        both.append(own)
+    local.append(layer, *both, new_lengths=counts)
+
+
 def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placement], given: Options) -> Asked:
     """The queries of a call that brought n_new tokens, or None."""
     if not isinstance(q, Tensor):
         raise ArgumentTypeError(f"q: expected a torch.Tensor; got {type(q).__name__}. Use torch.as_tensor().")
-    storage, totals = local._storage, [x.length for x in after]
+    storage, totals = local.storage, [x.length for x in after]
     problem = from_stored(storage.query(q), storage.shape.stored(totals), given)
     if n_new is not None and given.q_lengths is None and q.shape[2] != n_new:
         raise ArgumentError(

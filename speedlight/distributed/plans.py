@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..problem.build import Stated
+from ..problem.key_parts import KeyPart, needed, parts_of
 from ..problem.problem import SPAN, TILE
+from ..problem.shardings import Runs, cut, tokens
 from . import rounds
-from .parts import Part, needed, parts_of
 from .rounds import Schedule, Step
-from .shardings import Runs, cut, tokens
 
 
 class Sharded(NamedTuple):
@@ -31,7 +31,7 @@ class Work(NamedTuple):
     """A run of rows against the keys of a step."""
 
     run: int  # which of the process's runs of queries
-    parts: tuple[Part, ...]
+    parts: tuple[KeyPart, ...]
     begins: bool  # nothing came before for these rows
     ends: bool  # nothing comes after
 
@@ -90,7 +90,7 @@ def schedule_of(sharded: Sharded, *, exact: bool) -> Schedule:
     return rounds.ring(tuple([cut(x, max(1, half if ranks > 1 else most)) for x in sharded.k]), wanted)
 
 
-def _parts(whole: Stated, q: range, keys: range, rows: int) -> tuple[Part, ...]:
+def _parts(whole: Stated, q: range, keys: range, rows: int) -> tuple[KeyPart, ...]:
     if needed(whole, (q,), keys, TILE) is None:
         return ()
     return tuple(parts_of(whole, q, keys, rows))

@@ -18,19 +18,17 @@ from ..arrays.array import Array, describe
 from ..errors import ArgumentError
 from ..problem.build import Stated
 from ..problem.gradients import Given, asked
+from ..problem.key_parts import KeyPart, Turn, finishing, of_heads, turns_of
 from ..problem.operands import Dense, Operands, Rows
 from ..problem.problem import LAYOUTS, Problem
-from .arriving import Arrivals, Shard
+from ..problem.shardings import Runs, places, tokens
+from .arriving import Arrivals, LocalKeys, Returns
 from .groups import Peers
-from .parts import Part, finishing, of_heads
 from .plans import Plan, Sharded, Work
-from .returning import Returns
-from .shardings import Runs, places, tokens
-from .tensors import Memory, passing
-from .turns import Turn, turns_of
+from .tensors import Memory, mmap_empty
 
 
-class Here(NamedTuple):
+class RankContext(NamedTuple):
     """A process's part of a call."""
 
     peers: Peers
@@ -38,7 +36,7 @@ class Here(NamedTuple):
     plan: Plan
     layout: str
     prepared: dict[Any, Any]  # calls of kernels, for arrays at any addresses
-    wrong: list[ArgumentError]  # what kernels have found out; the others still wait for keys then
+    deferred_errors: list[ArgumentError]  # what kernels have found out; the others still wait for keys then
     turn: Turn | None = None  # of these heads, of which arrays have no others then
 
     @property
@@ -50,8 +48,8 @@ class Here(NamedTuple):
     def runs(self) -> Runs:
         return self.sharded.q[self.peers.rank]
 
-    def own(self, *tensors: torch.Tensor) -> Shard:
-        return Shard(tensors, self.sharded.k[self.peers.rank], self.dim)
+    def own(self, *tensors: torch.Tensor) -> LocalKeys:
+        return LocalKeys(tensors, self.sharded.k[self.peers.rank], self.dim)
 
     def queries(self, run: int) -> list[int]:
         """How many rows of a run each item has."""
@@ -64,9 +62,9 @@ class Here(NamedTuple):
         try:
             yield
         except ArgumentError as error:
-            self.wrong.append(error)
+            self.deferred_errors.append(error)
 
-    def turns(self, *, backward: bool) -> list[Here]:
+    def turns(self, *, backward: bool) -> list[RankContext]:
         """The call, some heads after others."""
         whole = self.sharded.whole
         most = max(map(tokens, self.sharded.k)) * (1 if whole.cu_k is not None else whole.problem.batch)
@@ -95,10 +93,10 @@ def _heads(x: torch.Tensor, dim: int, heads: range) -> torch.Tensor:
 class _States:
     """Outputs, log-sum-exps and what rows go on from."""
 
-    def __init__(self, here: Here, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def __init__(self, here: RankContext, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.here, self.out, self.lse = here, out, lse
         self.q, self.written = describe(q, "q"), describe(out, "out")
-        self.accumulators = out if out.dtype == lse.dtype else passing(lse, out.shape)  # which lie as out does
+        self.accumulators = out if out.dtype == lse.dtype else mmap_empty(lse, out.shape)  # which lie as out does
         self.sums = lse.new_empty((*lse.shape, 2))
         self.places = places(here.runs)
         self.whole_rows = here.sharded.whole.cu_q is None  # a part of the keys has all rows of a run, or none
@@ -135,7 +133,7 @@ class _States:
                 ),
             )
 
-    def call_of(self, part: Part, keys: tuple[Array, Array], key: Any) -> Any:
+    def call_of(self, part: KeyPart, keys: tuple[Array, Array], key: Any) -> Any:
         """The prepared call of a part."""
         prepared, layout, key = self.here.prepared, self.here.layout, (self.here.turn, key)
         if key not in prepared:
@@ -154,7 +152,7 @@ class _States:
             self.run(self.call_of(part, keys, ("finish", run)), keys, run, begins, True)
 
 
-def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(here: RankContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this process's rows."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -171,10 +169,10 @@ def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
 
 
 def _forward(
-    here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: tuple[torch.Tensor, ...]
+    here: RankContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a turn's heads: the results, or tensors beside them where those do not lie in one piece."""
-    out, lse = (x if x.is_contiguous() else passing(x, x.shape) for x in results)
+    out, lse = (x if x.is_contiguous() else mmap_empty(x, x.shape) for x in results)
     states, plan = _States(here, q, out, lse), here.plan
     arrivals = Arrivals(here.peers, here.own(k, v), plan.schedule)
     for at in range(len(plan.steps)):
@@ -208,13 +206,13 @@ class Saved(NamedTuple):
     d_out: torch.Tensor
     d_lse: torch.Tensor | None
 
-    def of(self, here: Here) -> Saved:
+    def of(self, here: RankContext) -> Saved:
         """The heads of a turn."""
         q, out, d_out = (here.rows(x) for x in (self.q, self.out, self.d_out))
         d_lse = None if self.d_lse is None else here.logarithms(self.d_lse)
         return Saved(q, here.keys(self.k), here.keys(self.v), out, here.logarithms(self.lse), d_out, d_lse)
 
-    def rows(self, here: Here, run: int) -> list[Any]:
+    def rows(self, here: RankContext, run: int) -> list[Any]:
         """q, out, lse, d_out and d_lse of a run."""
         at, count = places(here.runs)[run], len(here.runs[run])
         q, out, d_out = (x.narrow(here.dim, at, count) for x in (self.q, self.out, self.d_out))
@@ -222,7 +220,7 @@ class Saved(NamedTuple):
         return [q, out, lse, d_out, d_lse]
 
 
-def backward(here: Here, saved: Saved, tables: tuple[Any, ...], *, wide: bool = False) -> Gradients:
+def backward(here: RankContext, saved: Saved, tables: tuple[Any, ...], *, wide: bool = False) -> Gradients:
     """Every step's dQ is added here; its dK and dV go to who holds the keys, while the next step is computed.
 
     wide: dk and dv are to be of the type that sums have.
@@ -251,7 +249,7 @@ def backward(here: Here, saved: Saved, tables: tuple[Any, ...], *, wide: bool = 
 
 
 def _backward(
-    here: Here, saved: Saved, totals: list[torch.Tensor], tables: tuple[Any, ...], memory: Memory
+    here: RankContext, saved: Saved, totals: list[torch.Tensor], tables: tuple[Any, ...], memory: Memory
 ) -> list[torch.Tensor]:
     """Adds what flows to a turn's q, k and v, before the scale of scores; returns what flows to tables."""
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
@@ -277,8 +275,8 @@ def _backward(
 
 
 def _part_back(
-    here: Here, saved: Saved, part: Part, work: Work, keys: tuple[torch.Tensor, ...], totals: list[torch.Tensor],
-    tables: tuple[Any, ...],
+    here: RankContext, saved: Saved, part: KeyPart, work: Work, keys: tuple[torch.Tensor, ...],
+    totals: list[torch.Tensor], tables: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Adds what flows from a part to its rows and its keys; returns what flows to tables."""
     q, out, lse, d_out, d_lse = saved.rows(here, work.run)

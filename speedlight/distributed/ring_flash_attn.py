@@ -25,9 +25,9 @@ from ..flash_attn.sequences import PADDED, Side, check_sides
 from ..host.graph_breaks import leaves_graph
 from ..problem.checks import check_flag, packed_offsets
 from ..problem.problem import Options
+from ..problem.shardings import Shard
 from .attending import Given, attended
 from .groups import peers_of
-from .shardings import Shard
 
 __all__ = [
     "ring_flash_attn_func",

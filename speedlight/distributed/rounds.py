@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .shardings import Runs
+from ..problem.shardings import Runs
 
 
 class Transfer(NamedTuple):

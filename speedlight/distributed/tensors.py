@@ -12,8 +12,8 @@ import torch
 
 from ..arrays.array import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..problem.shardings import Runs, Shard, check_shard, places, positions, tokens
 from .groups import Peers, agreed
-from .shardings import Runs, Shard, check_shard, places, positions, tokens
 
 _LARGE = 1 << 18  # bytes of memory that is worth a mapping of its own
 
@@ -104,11 +104,13 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
 
 def taken(tensor: torch.Tensor, runs: Runs, dim: int) -> torch.Tensor:
     """Some positions of a whole tensor."""
-    parts = [tensor.narrow(dim, x.start, x.stop - x.start) if x.step == 1 else every(tensor, x, dim) for x in runs]
+    parts = [
+        tensor.narrow(dim, x.start, x.stop - x.start) if x.step == 1 else strided_slice(tensor, x, dim) for x in runs
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 
-def every(tensor: torch.Tensor, run: range, dim: int) -> torch.Tensor:
+def strided_slice(tensor: torch.Tensor, run: range, dim: int) -> torch.Tensor:
     at: list[Any] = [slice(None)] * tensor.ndim
     at[dim] = slice(run.start, run.stop, run.step)
     return tensor[tuple(at)]
@@ -121,11 +123,11 @@ def resharded(
     whose gradients add up.
     """
 
-    def way(dim: int) -> Passage:
-        back = functools.partial(moved, peers=peers, held=wanted, wanted=held, dim=dim, adding=True)
-        return Passage(functools.partial(moved, peers=peers, held=held, wanted=wanted, dim=dim), back)
+    def way(dim: int) -> Exchange:
+        back = functools.partial(redistribute, peers=peers, held=wanted, wanted=held, dim=dim, adding=True)
+        return Exchange(functools.partial(redistribute, peers=peers, held=held, wanted=wanted, dim=dim), back)
 
-    return passed(tuple([way(dim) for _, dim in given]), *[x for x, _ in given])
+    return exchange(tuple([way(dim) for _, dim in given]), *[x for x, _ in given])
 
 
 class Everywhere(NamedTuple):
@@ -137,30 +139,30 @@ class Everywhere(NamedTuple):
     dim: int
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        return moved(tensor, self.peers, self.held, (self.every,) * self.peers.ranks, self.dim)
+        return redistribute(tensor, self.peers, self.held, (self.every,) * self.peers.ranks, self.dim)
 
     def returned(self, flow: torch.Tensor) -> torch.Tensor:
         """What flows to own ones, of all processes."""
-        return moved(flow, self.peers, (self.every,) * self.peers.ranks, self.held, self.dim, adding=True)
+        return redistribute(flow, self.peers, (self.every,) * self.peers.ranks, self.held, self.dim, adding=True)
 
 
-class Passage(NamedTuple):
+class Exchange(NamedTuple):
     """Of a tensor to other processes, and of what flows into it back."""
 
     there: Callable[[torch.Tensor], torch.Tensor]
     back: Callable[[torch.Tensor], torch.Tensor]
 
 
-def passed(ways: tuple[Passage, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def exchange(ways: tuple[Exchange, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Autograd follows; what flows into any of them goes back with what flows into the others, or zeros: a process
     that uses some of them sends what those expect that use others.
     """
-    return _Passed.apply(ways, *tensors)
+    return _Exchanged.apply(ways, *tensors)
 
 
-class _Passed(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ways: tuple[Passage, ...], *tensors: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, ways: tuple[Exchange, ...], *tensors: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.ways = ways
         return tuple([way.there(x.detach()) for way, x in zip(ways, tensors, strict=True)])
 
@@ -171,14 +173,14 @@ class _Passed(torch.autograd.Function):
         return None, *[way.back(x) if needed else None for way, x, needed in each]
 
 
-def moved(
+def redistribute(
     tensor: torch.Tensor, peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...], dim: int, adding: bool = False
 ) -> torch.Tensor:
     """adding: positions that several processes have come together as their sum, in float32 at least, by rank."""
     wide = torch.promote_types(tensor.dtype, torch.float32) if adding else tensor.dtype
     result = torch.zeros(_long(tensor, dim, tokens(wanted[peers.rank])), dtype=wide, device=tensor.device)
     sends = [
-        (every(tensor, at, dim).contiguous(), to, 0, "with its shard")
+        (strided_slice(tensor, at, dim).contiguous(), to, 0, "with its shard")
         for to in range(peers.ranks)
         if to != peers.rank
         for at, _ in common(held[peers.rank], wanted[to])
@@ -187,14 +189,14 @@ def moved(
     for source in range(peers.ranks):
         for at, into in common(held[source], wanted[peers.rank]):
             if source == peers.rank:
-                coming.append((into, every(tensor, at, dim)))
+                coming.append((into, strided_slice(tensor, at, dim)))
                 continue
             part = torch.empty(_long(tensor, dim, len(into)), dtype=tensor.dtype, device=tensor.device)
             coming.append((into, part))
             receives.append((part, source, 0, "with its shard"))
     peers.carry(sends, receives)
     for into, part in coming:
-        place = every(result, into, dim)
+        place = strided_slice(result, into, dim)
         place.copy_(place + part if adding else part)
     return result.to(tensor.dtype)
 
@@ -225,7 +227,7 @@ def _places(run: range, part: range, at: int) -> range:
     return range(first, first + len(part) * step, step)
 
 
-def passing(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def mmap_empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Empty memory that the system has back when nobody has it: malloc keeps it, as a hole into which the next tensor,
     whose address is to be a multiple of 64, does not fit.
     """
@@ -248,16 +250,16 @@ class Memory:
             if x.dtype == like.dtype and tuple(x.shape) == tuple(shape):
                 return self.free.pop(at)
         self.free = []
-        return passing(like, shape)
+        return mmap_empty(like, shape)
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nobody looks at them any more."""
         self.free += tensors
 
 
-def lying(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The same in one piece: itself, or a copy."""
-    return tensor if tensor.is_contiguous() else passing(tensor, tensor.shape).copy_(tensor)
+    return tensor if tensor.is_contiguous() else mmap_empty(tensor, tensor.shape).copy_(tensor)
 
 
 def _long(tensor: torch.Tensor, dim: int, length: int) -> list[int]:

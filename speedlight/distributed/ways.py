@@ -17,13 +17,13 @@ from ..errors import ArgumentError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.gradients import Followed
+from ..problem.key_parts import problem_of, split_of
 from ..problem.problem import LAYOUTS
+from ..problem.shardings import Runs, positions, tokens, whole_of
 from .differentiable import Context, Core, attended
-from .groups import Alone, Meshed
-from .heads import Exchange, axes_of, gathered, scattered
-from .parts import problem_of, split_of
+from .groups import MeshGroups, SingleRank
+from .heads import HeadExchange, axes_of, gathered, scattered
 from .plans import Sharded
-from .shardings import Runs, positions, tokens, whole_of
 from .tensors import Everywhere, resharded
 
 Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]
@@ -33,10 +33,10 @@ _SMALL = 1 << 20  # bytes of all keys and values, which are gathered without muc
 _cores: Memo[Core] = Memo(64, 64 << 20)
 
 
-class Way(NamedTuple):
+class Execution(NamedTuple):
     """A call that all processes agree on."""
 
-    peers: Meshed
+    peers: MeshGroups
     sharded: Sharded
     shard: str
     method: str
@@ -44,7 +44,7 @@ class Way(NamedTuple):
     known: Followed
     read: list[tuple[Any, Any]]
     returns_lse: bool
-    wrong: list[ArgumentError]  # what kernels find out while the others wait
+    deferred_errors: list[ArgumentError]  # what kernels find out while the others wait
     on_gpu: bool = False
 
     @property
@@ -65,7 +65,7 @@ class Way(NamedTuple):
             case "gather":
                 return self._gathered(q, k, v)
             case "ulysses":
-                return self._over_heads(Alone(), self.peers.ring, q, k, v)
+                return self._over_heads(SingleRank(), self.peers.ring, q, k, v)
         if self.peers.heads.ranks > 1:
             return self._over_heads(self.peers.ring, self.peers.heads, q, k, v)
         return self._core(self.peers.ring, self.sharded, q, k, v)
@@ -96,7 +96,7 @@ class Way(NamedTuple):
         first_head: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         core = self._made(peers, sharded, (q, k, v), first_head)
-        return attended(Context(core, peers, self.known, self.read, self.wrong, keys), q, k, v)
+        return attended(Context(core, peers, self.known, self.read, self.deferred_errors, keys), q, k, v)
 
     def _made(self, peers: Any, sharded: Sharded, given: tuple[torch.Tensor, ...], first_head: int = 0) -> Core:
         """Kept from call to call where the options say what they say: it depends on them, on the whole's lengths, on
@@ -127,7 +127,7 @@ class Way(NamedTuple):
         striped = True in [run.step > 1 for runs in held for run in runs]
         every: Runs = tuple([run for runs in held for run in runs]) if striped else whole_of(held)
         sharded = Sharded(self.sharded.whole, (self.sharded.q[peers.rank],), (every,))
-        return self._core(Alone(), sharded, q, k, v, Everywhere(peers, held, every, dim))
+        return self._core(SingleRank(), sharded, q, k, v, Everywhere(peers, held, every, dim))
 
     def _over_heads(
         self, ring: Any, heads: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -137,8 +137,8 @@ class Way(NamedTuple):
         split = split_of(whole.problem.q_heads, whole.problem.kv_heads, heads.ranks)
         rows, keys = (_by_rows(x, ring.ranks, heads.ranks) for x in (self.sharded.q, self.sharded.k))
         axes, of_lse = axes_of(self.layout), axes_of(self.layout, logarithms=True)
-        of_q = Exchange(heads, rows[ring.rank], split.q, axes, whole.problem.q_heads)
-        of_k = Exchange(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
+        of_q = HeadExchange(heads, rows[ring.rank], split.q, axes, whole.problem.q_heads)
+        of_k = HeadExchange(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
         own = whole._replace(problem=problem_of(whole.problem, split, heads.rank))
         joint = Sharded(own, *(tuple([whole_of(x) for x in each]) for each in (rows, keys)))
         out, lse = self._core(ring, joint, gathered(q, of_q), k, v, of_k, (split.q[heads.rank] or (0,))[0])
@@ -161,7 +161,7 @@ class Way(NamedTuple):
         return lse if self.returns_lse else lse.detach()
 
 
-def _refused_stripes(way: Way) -> str:
+def _refused_stripes(way: Execution) -> str:
     """Why stripes are redistributed; nothing if they need not be."""
     p = way.sharded.whole.problem
     if way.shard != "stripe" or way.peers.ranks == 1:

@@ -20,7 +20,7 @@ _NEAR = 1e-4
 
 
 class _Info(NamedTuple):
-    """What a rule for vmap is told."""
+    """The information that a rule for vmap gets."""
 
     batch_size: int = 1
     randomness: str = "error"
@@ -60,7 +60,9 @@ def _value(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _check(function: Any, args: tuple[Any, ...]) -> None:
-    """That values and slopes by each symbol, at some points, are the function's own: its backward is not traced."""
+    """Raises unless values and slopes by each symbol, at some points, are the function's own: its backward is not
+    traced.
+    """
     kinds = {n: x.node.kind for n, x in enumerate(args) if isinstance(x, Symbol)}
     torch, floats = sys.modules["torch"], [n for n, kind in kinds.items() if kind in ("float", "double")]
     points = {n: torch.from_numpy(np.roll(_POINTS, 7 * n)) for n in kinds}

@@ -1,4 +1,4 @@
-"""What a mask says about a whole box of (b, h, i, j): nothing visible, all visible, or mixed. Always sound.
+"""Bounds of a mask over a whole box of (b, h, i, j): nothing visible, all visible, or mixed. Always sound.
 
 Integers are followed as intervals, by each operation's rule in operations.py. Comparisons that are linear with unit
 coefficients are half-planes in i, j and i - j, and a conjunction of those is tested exactly: its bounds on i, j and
@@ -107,7 +107,7 @@ class Exact:
         return (bool(low), bool(high), True) if node.kind == "bool" else (low, high, True)
 
     def all_equal(self, node: Node, index: list[tuple[int, int]], number: Node) -> bool:
-        """Whether a small box of floats holds one number alone."""
+        """Returns whether a small box of floats holds one number alone."""
         box = self._box(node, index)
         return box is not None and box is not node.value.array and bool((box == number.value).all())
 
@@ -229,7 +229,7 @@ def _linear(node: Node) -> Linear | None:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """What is known of an expression's integers over a whole problem."""
+    """The intervals of an expression's integers over a whole problem."""
 
     most: int | None  # none of them is larger in size; None where that is unknown
     followed: frozenset[int]  # ids of those whose intervals fit, of very long expressions the first
@@ -254,7 +254,8 @@ class _Anywhere(Exact):
 
 
 def integers(trees: Iterable[tuple[str, list[Node]]], box: dict[str, tuple[int, int]]) -> Integers:
-    """Of a problem's mask and score, (role, nodes in order) one after the other, whose positions are in this box.
+    """Returns the intervals of a problem's mask and score, given as (role, nodes in order), whose positions are in this
+    box.
 
     Raises ExpressionError where an integer may leave int64 as far as intervals can tell. Integers of which they cannot
     (bit operations, floats made whole) wrap.
@@ -298,7 +299,7 @@ class Walk:
         return result
 
     def possible(self, term: Term) -> Any:
-        """Whether a point of the box may meet all conditions: exact for half-planes with point constants."""
+        """Returns whether a point of the box may meet all conditions: exact for half-planes with point constants."""
         ops = self.ops
         (i_low, i_high), (j_low, j_high) = ops.box["i"], ops.box["j"]
         d_low, d_high = i_low - j_high, i_high - j_low
@@ -342,14 +343,14 @@ class Walk:
         return total if in_range is None else self.ops.where(in_range, total, -_FAR)
 
     def _all_in_range(self, nodes: Iterable[Node]) -> Any:
-        """Whether all of these are in_range; None where nothing can be wrong."""
+        """Returns a condition that all of these are in_range; None where nothing can be wrong."""
         result: Any = None
         for one in (self.in_range.get(id(n)) for n in nodes):
             result = one if result is None else result if one is None else result & one
         return result
 
     def fits(self, node: Node) -> bool:
-        """Whether an integer's interval is known, and the integer does not wrap."""
+        """Returns whether an integer's interval is known, and the integer does not wrap."""
         if self.ops.followed is not None:
             return id(node) in self.ops.followed
         return self.interval(node) is not None
@@ -370,7 +371,7 @@ class Walk:
         return self.intervals[id(root)]
 
     def _needed(self, node: Node) -> tuple[Node, ...]:
-        """Of which nodes the interval is wanted first."""
+        """Returns the nodes whose intervals are needed first."""
         if node.is_float or (
             node.kind == "int" and self.ops.followed is not None and id(node) not in self.ops.followed
         ):

@@ -93,7 +93,7 @@ class _Copying:
         self.done: dict[int, Any] = {}  # by id; functions may capture themselves
 
     def of(self, x: Any, name: str = "table") -> Any:
-        """What stands for x in a copy: x itself, where nothing in it is looked up."""
+        """Returns what stands for x in a copy: x itself, where nothing in it is looked up."""
         if id(x) in self.done:
             return self.done[id(x)]
         self.done[id(x)] = x
@@ -141,7 +141,7 @@ class _Copying:
         return x if new is None else tuple(new) if isinstance(x, tuple) else LookedList(new)
 
     def _all(self, values: Any, names: Any = ()) -> list[Any] | None:
-        """What stands for each; None where each stands for itself."""
+        """Returns what stands for each; None where each stands for itself."""
         values = list(values)
         named = zip(values, itertools.chain(names, itertools.repeat("table")), strict=False)
         new = [self.of(x, name) for x, name in named]

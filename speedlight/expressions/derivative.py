@@ -17,7 +17,7 @@ from .tree import FLOW, Node, convert, merged
 
 
 class Flows(NamedTuple):
-    """What flows back, in terms of the symbol FLOW: what flows into the score.
+    """Gradients of a score's inputs, in terms of the symbol FLOW, the upstream gradient.
 
     For a hidden key FLOW must be 0, and whatever comes out for it is to be dropped: its score may be infinite or NaN.
     """
@@ -28,7 +28,7 @@ class Flows(NamedTuple):
 
 
 def flows(score: Node, tables: Collection[Table] | None = None) -> Flows:
-    """What flows to s and to entries of these tables (None: of every table of floats).
+    """Returns the gradients of s and of entries of these tables (None: of every table of floats).
 
     Raises ExpressionError for an operation without a derivative on the way.
     """
@@ -63,7 +63,7 @@ def _asked(table: Table, tables: Collection[Table] | None) -> bool:
 
 
 class _Flow(NamedTuple):
-    """What has arrived at a node."""
+    """The gradient that has accumulated at a node."""
 
     total: Symbol
     selected: bool  # 0 where a branch was not chosen; whose slopes, infinite or NaN there, must not spoil that

@@ -168,7 +168,7 @@ _OF_ONE = ("unsqueeze", "squeeze", "clone", "contiguous")  # methods that one nu
 
 @functools.cache
 def _rules(library: str) -> dict[Any, Rule]:
-    """What the functions of a library, themselves, mean."""
+    """Returns the operations that a library's functions stand for, by function."""
     module: Any = sys.modules[library]
     homes = [(module, FUNCTIONS)]
     if library == "torch":
@@ -179,7 +179,7 @@ def _rules(library: str) -> dict[Any, Rule]:
 
 
 def called(apply: Apply, library: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What a library's function makes of symbols."""
+    """Applies a library's function to symbols."""
     rule = _rules(library).get(function) or _of_operator(function)
     if rule is None:
         raise unknown(library, function)
@@ -187,7 +187,7 @@ def called(apply: Apply, library: str, function: Any, args: tuple[Any, ...], opt
 
 
 def _of_operator(function: Any) -> Rule | None:
-    """What torch.ops.aten.tanh means, or one of its overloads."""
+    """Returns the operation of torch.ops.aten.tanh, or of one of its overloads."""
     name = str(function).split(".") if type(function).__module__ == "torch._ops" else []
     return {**FUNCTIONS, **TENSORS}.get(name[1]) if len(name) > 1 and name[0] == "aten" else None
 

@@ -10,7 +10,7 @@ from .symbols import Symbol, applied, is_traced
 
 
 def _function(op: str, *operands: Any) -> Any:
-    """Of symbols a node, of numbers and arrays what NumPy makes of them."""
+    """Makes a node of symbols, and NumPy's result of numbers and arrays."""
     if is_traced(*operands):
         return applied(op, *operands)
     try:

@@ -64,7 +64,7 @@ def _cast(x: Any, dtype: np.dtype) -> Any:
 
 
 def _floordiv(a: Any, b: Any) -> Any:
-    """Of integers: rounded down, 0 where b is 0; INT_MIN // -1 wraps to INT_MIN."""
+    """Divides integers, rounded down; 0 where b is 0; INT_MIN // -1 wraps to INT_MIN."""
     if np.asarray(a).dtype.kind == "f":
         return np.floor_divide(a, b)
     usual = (b != 0) & (b != -1)
@@ -72,7 +72,7 @@ def _floordiv(a: Any, b: Any) -> Any:
 
 
 def _mod(a: Any, b: Any) -> Any:
-    """Of integers: of the divisor's sign, 0 where b is 0 or -1."""
+    """Returns remainders of integers, of the divisor's sign; 0 where b is 0 or -1."""
     if np.asarray(a).dtype.kind == "f":
         return np.mod(a, b)
     usual = (b != 0) & (b != -1)
@@ -195,7 +195,7 @@ def _or_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
 
 
 def _comparison(rule: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """Of integers alone."""
+    """Makes the row of a comparison, whose interval is that of integers alone."""
     return lambda ops, node, a, b: rule(ops, a, b) if node.args[0].kind == "int" else None
 
 
@@ -260,7 +260,7 @@ def _root_error(v: Any, e: Any, y: Any) -> Any:
 
 
 def _tangent_error(v: Any, e: Any, y: Any) -> Any:
-    """Of an argument that may reach a pole: nothing is known."""
+    """Bounds the error of tan; nothing is known of an argument that may reach a pole."""
     near = np.abs(y) * e[0]
     return np.where(near < 0.5, (1 + y * y) * e[0] / np.maximum(1 - near, 0.5), np.inf)
 

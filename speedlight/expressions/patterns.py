@@ -186,7 +186,7 @@ def relative_bias(bias: Any) -> Expression:
 
 
 def _limit(name: str, x: Any) -> int:
-    """Of a window. -1, elsewhere no limit, would be a mask that hides the query's own key."""
+    """Returns a window's limit, checked. -1, elsewhere no limit, would hide the query's own key."""
     if (whole(x) or 0) < 0:
         raise ArgumentError(
             f"{name}: expected an int from 0 to 2^46, or None for no limit, flash-attn's -1; got {shown(x)}. Keys "

@@ -1,4 +1,4 @@
-"""What both engines lower: a mask and a score as one program of nodes, whose numbers and tables have slots.
+"""Programs, which both engines lower: a mask and a score as one list of nodes, whose numbers and tables have slots.
 
 A program is its structure: two that are equal run in one kernel. Numbers, tables and their lengths are arguments, as
 words of 64 bits.
@@ -124,7 +124,7 @@ class Program:
 
     @lazily
     def checked(self) -> tuple[bool, ...]:
-        """Of each of `lookups`, whether its index may leave the table, as far as intervals can tell."""
+        """Returns for each of `lookups` whether its index may leave the table, as far as intervals can tell."""
         assert self.box is not None
         walk = Walk(Exact(self.box))
         ends = [(walk.interval(node.args[d]), node.value.shape[d]) for node, d in self.lookups]
@@ -132,7 +132,7 @@ class Program:
 
     @property
     def may_fail(self) -> bool:
-        """Whether a lookup may turn out, while kernels run, to be out of range."""
+        """Returns whether a lookup may turn out, while kernels run, to be out of range."""
         return any(self.checked)
 
     def number_words(self) -> list[int]:
@@ -165,7 +165,7 @@ class Program:
 
     @property
     def may_hide(self) -> bool:
-        """Whether tiles may be hidden: by the mask, or by a score that can be -inf."""
+        """Returns whether tiles may be hidden: by the mask, or by a score that can be -inf."""
         return may_hide(self.mask, self.score)
 
     def visibility(self, ops: Any) -> tuple[Any, Any]:
@@ -174,7 +174,7 @@ class Program:
 
     @property
     def opaque(self) -> bool:
-        """Whether tiles depend on tables that a GPU's kernel cannot bound: of several dimensions, or of floats."""
+        """Returns whether tiles depend on tables that no GPU kernel bounds: of several dimensions, or of floats."""
         if not self.may_hide or not all([t.is_own for t in self.tables]):
             return False
         lookups = [node for node in self.nodes if node.op == "table"]
@@ -182,7 +182,7 @@ class Program:
 
 
 def may_hide(mask: Node | None, score: Node | None) -> bool:
-    """Whether keys may be hidden: by a mask, or by a score of the form where(condition, number, …)."""
+    """Returns whether keys may be hidden: by a mask, or by a score of the form where(condition, number, …)."""
     return mask is not None or hiding_condition(score) is not None
 
 
@@ -194,7 +194,7 @@ def hiding_condition(score: Node | None) -> Node | None:
 
 
 def _where_seen(score: Node, flow: Node) -> Node:
-    """What flows back through a score where a pair is seen: not by the branch that hides it."""
+    """Returns the gradient through a score where a pair is visible: not through the branch that hides it."""
     condition = hiding_condition(score)
     if condition is None or score.args[1].value != -math.inf or flow.op != "where" or flow.args[0] is not condition:
         return flow

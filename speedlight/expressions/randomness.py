@@ -1,4 +1,4 @@
-"""Whether a function that is traced draws random numbers: it would draw one for all."""
+"""Detection of functions that draw random numbers: a traced one would draw once for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("normal", "uniform", "bernoulli", "choice", "shuffle", "permutation", 
 
 
 def draws(f: types.FunctionType) -> bool:
-    """Whether it names something that may draw, itself or in functions that it makes."""
+    """Returns whether a function names something that may draw, itself or in functions that it makes."""
     codes = [f.__code__]
     while codes:
         code = codes.pop()
@@ -24,7 +24,7 @@ def draws(f: types.FunctionType) -> bool:
 
 
 def states() -> bytes:
-    """Of the generators that everybody shares: Python's, NumPy's and PyTorch's."""
+    """Returns the states of the shared generators: Python's, NumPy's and PyTorch's."""
     torch = sys.modules.get("torch")
     of_torch = None if torch is None else torch.get_rng_state().numpy()
     return pickle.dumps((random.getstate(), np.random.get_state(), of_torch))

@@ -7,7 +7,7 @@ from .tree import SYMBOLS, Node, order
 
 
 def substituted(x: Expression, by: dict[str, tuple[int, int]]) -> Expression:
-    """The same expression with factor · symbol + offset in place of a symbol, for each that is named.
+    """Returns the expression with factor · symbol + offset in place of each named symbol.
 
     >>> import speedlight as sl
     >>> from speedlight.expressions.substitution import substituted
@@ -19,7 +19,7 @@ def substituted(x: Expression, by: dict[str, tuple[int, int]]) -> Expression:
 
 
 def replaced(x: Expression, by: dict[str, Node]) -> Expression:
-    """The same expression with trees in place of symbols."""
+    """Returns the expression with trees in place of symbols."""
     new: dict[int, Node] = {}
     for node in order(x.root):
         args = tuple([new[id(a)] for a in node.args])

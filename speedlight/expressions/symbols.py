@@ -127,7 +127,7 @@ def _multiplied(x: Symbol, n: int) -> Symbol:
 
 
 class Symbol:
-    """What a mask or score function is called with: every operator of Python numbers builds the tree.
+    """The argument of a mask or score function: every operator of Python numbers builds the tree.
 
     A function that is annotated takes and returns these:
 
@@ -177,12 +177,12 @@ class Symbol:
 
     @property
     def dtype(self) -> type:
-        """What symbol.to(…) and torch.tensor(…, dtype=…) take."""
+        """The dtype that symbol.to(…) and torch.tensor(…, dtype=…) take."""
         return {"bool": bool, "int": int, "float": float, "double": np.float64}[self.node.kind]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one number: what symbol.new_zeros(symbol.shape) takes."""
+        """The shape of one number, which symbol.new_zeros(symbol.shape) takes."""
         return ()
 
     def __getattr__(self, name: str) -> Any:
@@ -353,7 +353,7 @@ def _no_float(op: str, x: Symbol) -> ExpressionError:
 
 
 def is_traced(*args: Any) -> bool:
-    """Whether a symbol, a row of them, or a tensor's one number in a trace is among them."""
+    """Returns whether a symbol, a row of them, or a tensor's one number in a trace is among them."""
     if [x for x in args if isinstance(x, (Symbol, Vector))]:
         return True
     return LOOKUP.get() is not None and bool([x for x in args if is_tensor(x) and not x.ndim])

@@ -131,14 +131,14 @@ class Table:
         return x if x is None or x.requires_grad or has_tangent(x) or is_traced(x) else None
 
     def is_left_alone(self) -> bool:
-        """Whether nobody follows it now."""
+        """Returns whether autograd does not record it now."""
         source = self.source
         return source is None or not (
             sys.modules["torch"].is_grad_enabled() or has_tangent(source) or is_traced(source)
         )
 
     def may_be_kept(self) -> bool:
-        """Whether a memo may hold it: nobody follows it now, and its tensor holds no graph of autograd's."""
+        """Returns whether a memo may hold it: autograd does not record it now, and its tensor holds no graph."""
         return self.origin is None or (self.origin.is_leaf and self.is_left_alone())
 
     @property
@@ -148,7 +148,7 @@ class Table:
         return self.watched if source is None and is_tensor(self.watched) else source
 
     def is_stale(self) -> bool:
-        """Whether its tensor has other numbers by now: a few are compared, many are known by their version."""
+        """Returns whether its tensor has other numbers by now: a few are compared, many are known by their version."""
         source = self.source
         if source is None or is_traced(source):
             return False
@@ -173,25 +173,25 @@ class Table:
 
     @property
     def dtype_name(self) -> str:
-        """Of the entries as they lie in memory."""
+        """The dtype of the entries as they lie in memory."""
         return self.array.dtype.name if self.tensor is None else str(self.tensor.dtype).removeprefix("torch.")
 
     @property
     def last_is_one(self) -> bool:
-        """Whether entries of the last dimension follow each other."""
+        """Returns whether entries of the last dimension are contiguous."""
         if self.tensor is not None:
             return self.tensor.stride()[-1] == 1
         return self.array.strides[-1] == self.array.itemsize
 
     @property
     def is_own(self) -> bool:
-        """Whether its entries are a copy, which nobody changes. An array that was captured may change whatever its
-        flags say: it may be a read-only view of another.
+        """Returns whether its entries are a copy, which nobody changes. An array that was captured may change whatever
+        its flags say: it may be a read-only view of another.
         """
         return self.watched is None
 
     def read_again(self) -> None:
-        """What others hold is read where it lies; of bfloat16, which was widened, the numbers that it has now.
+        """Reads again what others hold: where it lies, or the numbers of a widened bfloat16 as they are now.
 
         Raises ArgumentError where a tensor lies elsewhere by now.
         """
@@ -242,7 +242,7 @@ class Table:
         return Symbol(convert(entry, "float") if constant and self.origin is None else entry)  # as a number is
 
     def _row(self, index: tuple[Any, ...]) -> Vector:
-        """What waits for its last index: table[b][i] is table[b, i]."""
+        """Returns a row that waits for its last index: table[b][i] is table[b, i]."""
 
         def at(last: Any) -> Any:
             return self[(*index, *as_index(last))]
@@ -264,7 +264,7 @@ class Table:
 
 
 class TableRows:
-    """What has some of a table's indices, and waits for two or more others: table[b][h][i] is table[b, h, i]."""
+    """A table with some of its indices, which waits for two or more others: table[b][h][i] is table[b, h, i]."""
 
     __slots__ = ("index", "table")
 
@@ -304,7 +304,7 @@ def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
 
 
 def _place(x: Any) -> tuple[Any, ...]:
-    """Where a tensor's numbers are."""
+    """Returns a key of the place where a tensor's numbers are."""
     return x.data_ptr(), x.untyped_storage().nbytes(), x.dtype, tuple(x.shape), x.stride()
 
 
@@ -322,7 +322,7 @@ def plainly() -> Iterator[None]:
 
 
 def _entries(x: Any, name: str) -> np.ndarray:
-    """What NumPy reads of an array, a tensor or a list."""
+    """Returns an array, a tensor or a list as NumPy reads it."""
     if is_masked(x):
         raise ArgumentTypeError(
             f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(…)."
@@ -357,7 +357,7 @@ table.__doc__ = Table.__doc__
 
 
 def check_dense(name: str, x: Any) -> None:
-    """That a mask or a score which is no expression is an array."""
+    """Raises unless a mask or a score that is no expression is an array."""
     if is_tensor(x) or isinstance(x, Table) or has(x, name, "dtype", "shape"):
         return
     such, ours = "sl.softcap(30.0)", "A factor of scores is scale="

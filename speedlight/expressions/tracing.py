@@ -190,7 +190,7 @@ _TAKES = {"mask": "the arguments (b, h, i, j) of a mask", "score": "the argument
 
 
 def _role(function: Callable[..., Any], role: str | None) -> str:
-    """What a function is for, which its arguments fit; a pattern that nobody called fits nothing."""
+    """Returns the role that a function's arguments fit; a pattern that nobody called fits none."""
     count, name = _arity(function), getattr(function, "__name__", "")
     found = role or {4: "mask", 5: "score"}.get(count or 0)
     if found is None or count not in (None, 4 if found == "mask" else 5):
@@ -256,7 +256,7 @@ def expression_of(role: str, root: Node) -> Expression:
 
 
 def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
-    """What a function makes of symbols. Arrays that it captures are looked up; errors tell where in it they arose."""
+    """Calls a function with symbols. Arrays that it captures are looked up; errors tell where in it they arose."""
     tables = Tables()
     before = LOOKUP.get()
     try:
@@ -277,7 +277,7 @@ def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
 
 
 def _refused(error: Exception) -> ExpressionError | None:
-    """What it means that another library refuses a symbol, if that is what its error says."""
+    """Explains that another library refuses a symbol, if that is what its error says."""
     if "speedlight.expressions.symbols.Symbol" not in str(error):
         return None
     if [x for x in ("JAX", "jax", "jit-wrapped") if x in str(error)]:
@@ -322,7 +322,7 @@ def _cost(node: Node) -> int:
 
 
 def _arity(function: Callable[..., Any]) -> int | None:
-    """How many positional arguments have no defaults; None where Python cannot say."""
+    """Returns how many positional arguments have no defaults; None where Python cannot say."""
     names = _positional(function)
     return None if names is None else len(names)
 

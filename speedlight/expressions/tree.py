@@ -191,7 +191,7 @@ def evaluate(
 
 
 def _value(node: Node, args: list[Any], env: dict[str, Any], float_type: Any, seen: Any) -> Any:
-    """What one operation makes of its arguments' values."""
+    """Returns the value of one operation, from its arguments' values."""
     kind = numpy_type(node.kind, float_type)
     match node.op:
         case "symbol":

@@ -142,7 +142,7 @@ def entrywise(apply: Apply, op: str, operands: tuple[Any, ...]) -> Vector:
 
 
 def _is_flat(x: Any) -> bool:
-    """Whether it is an array of one dimension that rows meet entry by entry."""
+    """Returns whether it is an array of one dimension that rows meet entry by entry."""
     return (isinstance(x, np.ndarray) or is_tensor(x)) and x.ndim == 1
 
 

@@ -32,14 +32,14 @@ def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def in_graph() -> bool:
-    """Whether torch.compile is looking at this call, or would at what it calls: a frame without tensors it passes by,
-    and from then on every frame of the same code.
+    """Returns whether torch.compile traces this call, or would trace what it calls: a frame without tensors it passes
+    by, and from then on every frame of the same code.
     """
     return "torch._dynamo" in sys.modules and (sys.modules["torch"].compiler.is_compiling() or passed_by())
 
 
 def passed_by() -> bool:
-    """Whether this runs as it is, in a frame that torch.compile left alone, and would look at what is called here."""
+    """Returns whether this frame runs untraced, while torch.compile would trace what is called here."""
     if "torch._dynamo" not in sys.modules:
         return False
     return sys.modules["torch"]._C._dynamo.eval_frame.get_eval_frame_callback() is not None

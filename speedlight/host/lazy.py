@@ -29,7 +29,7 @@ def importer(
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with importing:
-            module = importlib.import_module(f".{home}", package)
+            module = importlib.import_module(home if home.startswith(".") else f".{home}", package)
         if name in modules:
             return module
         scope[name] = value = getattr(module, name)

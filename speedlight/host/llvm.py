@@ -29,7 +29,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def undisturbed(call: Callable[[], _R]) -> _R:
-    """What call() returns or raises, on a thread of its own; it must not come here again.
+    """Returns or raises what call() does, on a thread of its own; call() must not come here again.
 
     Who is interrupted while waiting leaves it to its end, for which the next one waits, and every fork.
     """
@@ -69,7 +69,7 @@ def undisturbed(call: Callable[[], _R]) -> _R:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """What llvmlite made goes here, not in the thread that is told of the error."""
+    """Frees llvmlite's objects here, not in the thread that gets the error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -124,7 +124,7 @@ def process_triple() -> str:
 
 
 def host_features() -> set[str]:
-    """Of the CPU, by LLVM's names."""
+    """Returns the host CPU's features, by LLVM's names."""
 
     def call() -> set[str]:
         from llvmlite import binding

@@ -16,7 +16,7 @@ from .llvm import host_features
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """What a kernel is compiled for: a level of an instruction set, never the whims of one CPU model."""
+    """A kernel's target: a level of an instruction set, never one CPU model."""
 
     name: str
     arch: str  # as in the target triple
@@ -32,20 +32,25 @@ class Isa:
         return f"{self.arch}-unknown-linux-gnu"
 
     def product(self, storage: str) -> str:
-        """What multiplies numbers that are stored so: a name in PRODUCTS, emitted by cpu/products/products.py."""
+        """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each."""
         return dict(self.products).get(storage, "fma")
 
     def lanes(self, storage: str) -> int:
-        """Scores or sums in a vector."""
+        """Counts scores or sums in a vector."""
         return self.vector_bytes // number_bytes(storage)
 
 
+def sum_storage(storage: str) -> str:
+    """Names the type of scores and sums over numbers that are stored so."""
+    return "f64" if storage == "f64" else "f32"
+
+
 def number_bytes(storage: str) -> int:
-    """Of a score or sum over numbers that are stored so."""
-    return 8 if storage == "f64" else 4
+    """Returns the bytes of a score, or a sum, over numbers of this storage."""
+    return {"f64": 8, "f32": 4}[sum_storage(storage)]
 
 
-# elements of a row that one lane multiplies and adds in one step
+# elements of a row that one lane multiplies and adds in one step; host/tunings.py has a field of the same name
 PRODUCTS = {"fma": 1, "pairs": 2}
 
 
@@ -100,7 +105,7 @@ def host_isas() -> tuple[Isa, ...]:
 
 
 def _features() -> set[str]:
-    """Of the host's CPU, by LLVM's names. Linux says them, too, in a millisecond; LLVM takes twenty to load."""
+    """Returns the host CPU's features, by LLVM's names. Linux tells them in 1 ms; loading LLVM takes 20."""
     if host_arch() == "aarch64":
         return {"neon", *_arm_features()}  # which all of 64 bits have
     said = _cpuinfo().get("flags", "").split()
@@ -118,7 +123,7 @@ def _arm_features() -> set[str]:
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
-    """What Linux says of the first CPU; nothing elsewhere."""
+    """Returns Linux's /proc/cpuinfo fields of the first CPU; nothing elsewhere."""
     try:
         with open("/proc/cpuinfo") as f:
             first = f.read().partition("\n\n")[0]
@@ -224,14 +229,14 @@ def _linux_level2() -> int:
 
 
 def _macos_level2() -> int:
-    """Of a fast core: Apple's have one cache for each cluster of them, and another size for slow ones."""
+    """Returns a fast core's share: Apple's have one cache for each cluster of them, and another size for slow ones."""
     whole = _sysctl("hw.perflevel0.l2cachesize") or _sysctl("hw.l2cachesize")
     sharers = _sysctl("hw.perflevel0.cpusperl2") or b"\1"
     return int.from_bytes(whole, "little") // max(1, int.from_bytes(sharers, "little"))
 
 
 def _sysctl(name: str) -> bytes:
-    """What macOS says of itself, as it lies in memory: a number, or text that ends in a zero; empty if it does not."""
+    """Returns a value of macOS's sysctl as raw bytes: a number, or text that ends in a zero; empty if there is none."""
     import ctypes
 
     size = ctypes.c_size_t(256)
@@ -250,7 +255,7 @@ _IS_CACHE = 2
 
 
 def _windows_level2(records: bytes) -> int:
-    """Of the first second-level cache, which the threads of a core share."""
+    """Returns the bytes of the first second-level cache, which the threads of a core share."""
     for _, kind, level, _, _, size in _WINDOWS_RECORD.iter_unpack(records):
         if kind == _IS_CACHE and level == 2:
             return size
@@ -258,7 +263,7 @@ def _windows_level2(records: bytes) -> int:
 
 
 def _windows_processors() -> bytes:
-    """What Windows says of its processors, as it lies in memory."""
+    """Returns Windows' records of its processors, as raw bytes."""
     import ctypes
 
     ask = ctypes.WinDLL("kernel32").GetLogicalProcessorInformation  # type: ignore[attr-defined]
@@ -284,7 +289,9 @@ def cpu_family() -> str:
 
 
 def cpu_identity() -> str:
-    """What tells this model of CPU from others. Its name may not: virtual machines often have a general one."""
+    """Returns a text that tells this model of CPU from others. Its name may not: virtual machines often have a general
+    one.
+    """
     words = _cpuinfo()
     x86, arm = ("vendor_id", "cpu family", "model", "stepping"), ("implementer", "part", "variant", "revision")
     numbers = [words[x] for x in (*x86, *(f"CPU {x}" for x in arm)) if x in words]
@@ -292,7 +299,7 @@ def cpu_identity() -> str:
 
 
 def interpreting() -> bool:
-    """Whether Triton's kernels run in Python on the CPU, as tests do where there is no GPU."""
+    """Returns whether Triton's kernels run in Python on the CPU, as in tests where there is no GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

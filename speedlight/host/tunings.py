@@ -1,4 +1,4 @@
-"""What each family of CPUs wants of schedules and loops: a row each, measured. No bit of a result depends on them.
+"""Schedules and loops tuned for each family of CPUs: a row each, measured. No bit of a result depends on them.
 
 `shipped` gives the row of a vector unit on this CPU; cpu/runtime/tuned.py what is in force, which may
 have been measured here.
@@ -43,7 +43,7 @@ class Blocking:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """How far ahead of its use kernels fetch memory; 0 leaves that to the CPU.
+    """Prefetch distances of the kernels; 0 leaves prefetching to the CPU.
 
     The decode kernel has room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES of
     cpu/memory/records.py).
@@ -78,7 +78,7 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Threading:
-    """When threads are worth waking, and how long they work without a look at signals."""
+    """Work for which threads are woken, and how long they work without a look at signals."""
 
     inline_seconds: float  # a region that one thread ends so soon is not worth waking another
     inline_bytes: int  # … and a step of a cache over so many bytes of keys and values
@@ -91,7 +91,7 @@ class Threading:
 
 
 class Origin(NamedTuple):
-    """Whence a tuning came; str() says it in words."""
+    """The source of a tuning; str() says it in words."""
 
     family: str  # whose row it is, or what it was tuned from
     tuned: str | None  # on which day on this machine, if it was
@@ -119,8 +119,8 @@ class Tuning:
     date: str = ""  # when parts of it were measured on this machine, if so
 
     def blocking(self, product: str) -> Blocking:
-        """By a name in machine.PRODUCTS."""
-        return self.pairs if product == "pairs" else self.fma
+        """Returns the row of a product of machine.PRODUCTS; KeyError where none was measured for it."""
+        return {"fma": self.fma, "pairs": self.pairs}[product]
 
     @property
     def origin(self) -> Origin:

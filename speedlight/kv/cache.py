@@ -112,6 +112,11 @@ class KVCache:
         return self._storage.device
 
     @property
+    def storage(self) -> Any:
+        """Storage of the tokens, as the device's engine makes it."""
+        return self._storage
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token of one layer: keys and values of all heads, and their scales."""
         return self._storage.token_bytes
@@ -324,9 +329,9 @@ class KVCache:
         """Makes the error for a second writer, which does not wait."""
         return CacheBusy(f"layer {min(layers)}: another thread is appending to it. Append from one thread at a time.")
 
-    def _take_back(self, layer: int, held: _Lengths) -> None:
-        """Rolls back a layer that only grew, without a window, after a call that other ranks failed."""
-        self._held[layer] = held
+    def roll_back(self, layer: int, lengths: Sequence[int]) -> None:
+        """Drops what a layer without a window has gained since it had these lengths, as other ranks decide."""
+        self._held[layer] = list(lengths), list(lengths)
         if self._storage.lengths is not None:
             self._storage.lengths.set([lengths for lengths, _ in self._held])
 
@@ -407,14 +412,14 @@ class KVCache:
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file, which any device can load: under a temporary name first, then renamed."""
-        self._save(saved.checked_path(path), {})
+        self.save_with(saved.checked_path(path), {})
 
-    def _save(self, where: Path, words: dict[str, str]) -> None:
-        """Saves, with extra metadata."""
+    def save_with(self, where: Path, metadata: dict[str, str]) -> None:
+        """save(), with extra metadata."""
         held = list(self._now())
         parts = [self._storage.parts(layer, list(map(self._ring.held, *pair))) for layer, pair in enumerate(held)]
         sizes = {n: x for n, x in self._sizes().items() if x is not None}
-        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), words)
+        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), metadata)
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu") -> KVCache:

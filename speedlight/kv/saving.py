@@ -119,6 +119,34 @@ def part_of(path: Path, words: dict[str, str]) -> str:
     )
 
 
+def rank_path(path: Path, rank: int, ranks: int) -> Path:
+    """File of one rank of a cache over ranks."""
+    return path.with_name(f"{path.stem}.{rank}-of-{ranks}{path.suffix}")
+
+
+def rank_file(path: Path, rank: int, ranks: int) -> Path:
+    """File that a rank saved; the error where there is none says how many ranks have one."""
+    where = rank_path(path, rank, ranks)
+    if where.exists():
+        return where
+    if path.exists():
+        words = read_metadata(path)
+        if "ranks" not in words:
+            raise FileError(
+                f"{path}: expected the name that save() of a cache over ranks was given; got a whole cache. "
+                f"speedlight.KVCache.load({path.name!r}) reads it."
+            )
+        raise FileError(f"{path} {part_of(path, words)}.")
+    own = re.compile(rf"{re.escape(path.stem)}\.\d+-of-(\d+)")
+    others = sorted({int(x[1]) for x in map(own.fullmatch, [x.stem for x in path.parent.glob("*.safetensors")]) if x})
+    if others:
+        raise FileError(
+            f"{path}: expected files of {ranks} ranks, as this group has; got those of {others[0]}. Load it in a group "
+            f"of {others[0]} ranks, as many as saved it."
+        )
+    raise FileError(f"{where}: no such file. Every rank reads the one that it saved.")
+
+
 def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
     try:
         sizes = {n: int(words[n]) for n in _NAMES} | {n: int(words[n]) for n in ("window", "keep_first") if n in words}

@@ -46,8 +46,8 @@ def block_table_of(x: Any) -> np.ndarray:
 
 
 def _plain_ints(x: Any) -> np.ndarray | None:
-    """Of a contiguous tensor of ints, in memory of the CPU, as check_plain_tensor() would find it, an array over the
-    same memory; None of anything else: that one says why.
+    """Returns an array over the memory of a contiguous CPU tensor of ints, as check_plain_tensor() would find it; None
+    of anything else, which that function refuses by name.
     """
     torch = sys.modules.get("torch")
     if torch is None or type(x) is not torch.Tensor:

@@ -57,7 +57,7 @@ def dropout_of(dropout: Any) -> float:
 
 
 def seed_of(seed: Any) -> int:
-    """Of a dropout that is not 0: nobody else draws one."""
+    """Returns the seed of a dropout that is not 0, which the caller must give."""
     if seed is None:
         raise ArgumentError(
             "seed: expected an int beside dropout=, which says what is dropped; got None. Give another one in every "
@@ -127,13 +127,13 @@ def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]
 
 
 def check_flag(name: str, x: Any) -> None:
-    """A bool, by name."""
+    """Raises unless x is a bool."""
     if not isinstance(x, bool):
         raise ArgumentTypeError(f"{name}: expected True or False; got {shown(x)}.")
 
 
 def check_planned(given: dict[str, Any]) -> None:
-    """All arrays of plan(), or all sizes that it cannot do without."""
+    """Raises unless plan() has all arrays, or all sizes that it needs."""
     missing = [n for n, x in given.items() if x is None]
     if missing:
         way = "plan(q, k, v), or plan(q_heads=…, q_len=…, head_dim=…)"
@@ -141,13 +141,13 @@ def check_planned(given: dict[str, Any]) -> None:
 
 
 def check_layout(x: Any) -> None:
-    """Where batch, heads, length and dim lie."""
+    """Raises unless x names where batch, heads, length and dim lie."""
     if not isinstance(x, str) or x not in LAYOUTS:
         raise ArgumentError(f"layout: expected 'bhld', 'blhd', 'hld' or 'lhd'; got {shown(x)}.{of_layout(x)}")
 
 
 def window_sides(window: Any) -> tuple[int | None, int | None]:
-    """Left and right of a window, either of which may have no limit."""
+    """Returns left and right of a window; None is no limit."""
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         n: int = window if type(window) is int else 0
         way = f" A sliding window of {n} tokens is window=({n - 1}, None) beside causal=True." if 0 < n < MOST else ""
@@ -164,7 +164,7 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
 
 
 def check_precision(x: Any) -> None:
-    """That of float32 products on a GPU."""
+    """Raises unless x is a precision of float32 products on a GPU."""
     if not isinstance(x, str) or x not in ("ieee", "tf32x3", "tf32"):
         raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {shown(x)}.")
 
@@ -184,7 +184,7 @@ _DTYPES_ELSEWHERE = {
 
 
 def check_index(name: str, x: Any, count: int) -> int:
-    """One of `count` places, by name."""
+    """Returns an index below `count`, checked."""
     at = integer(name, x)
     if not 0 <= at < count:
         raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {at}.")
@@ -192,7 +192,7 @@ def check_index(name: str, x: Any, count: int) -> int:
 
 
 def check_list(name: str, x: Any, of: str) -> list[Any]:
-    """Several things, by name; `of`: what they should be."""
+    """Returns the entries of a list; `of`: what they should be."""
     try:
         return list(x)
     except Exception as error:  # another library's, or a generator's
@@ -204,12 +204,12 @@ def check_list(name: str, x: Any, of: str) -> list[Any]:
 
 
 def checked_sizes(sizes: dict[str, Any]) -> list[int]:
-    """Sizes of a cache, by name: one or more of each."""
+    """Returns sizes of a cache, each 1 or more."""
     return [size(name, x, 1) for name, x in sizes.items()]
 
 
 def cache_dtype(dtype: Any) -> DtypeName:
-    """The name of a cache's dtype."""
+    """Returns the name of a cache's dtype."""
     name: Any = (
         getattr(dtype, "name", None)
         or getattr(dtype, "__name__", None)
@@ -223,7 +223,7 @@ def cache_dtype(dtype: Any) -> DtypeName:
 
 
 def _of_dtype(name: str) -> str:
-    """A sentence for who gives a dtype by another name, or one that is nearly there."""
+    """Returns a hint for a dtype by another library's name."""
     if "e5m2" in name:
         return " Its two bits of fraction are off by up to an eighth: 'fp8' and 'int8' are nearer in as many bytes."
     ours = _DTYPES_ELSEWHERE.get(name.lower())
@@ -231,7 +231,7 @@ def _of_dtype(name: str) -> str:
 
 
 def device_name(device: Any) -> str:
-    """Of a cache or a plan: as a string, or as PyTorch has it."""
+    """Returns the name of a cache's or a plan's device, given as a string, or as PyTorch has it."""
     kind = ArgumentError if isinstance(device, str) or type(device).__module__ == "torch" else ArgumentTypeError
     if kind is ArgumentTypeError or (str(device) != "cpu" and str(device).partition(":")[0] != "cuda"):
         raise kind(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
@@ -239,7 +239,7 @@ def device_name(device: Any) -> str:
 
 
 def check_tokens(got: str, name: str, dtype: str) -> None:
-    """The dtype of new keys or values."""
+    """Raises unless new keys or values have a dtype that the cache takes."""
     if dtype in CODES:
         if got not in _FLOATS:
             raise ArgumentTypeError(
@@ -251,7 +251,7 @@ def check_tokens(got: str, name: str, dtype: str) -> None:
 
 
 def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
-    """New tokens of every sequence of a padded batch."""
+    """Returns how many new tokens every sequence of a padded batch has."""
     if new_lengths is None:
         return [n_new] * batch
     values = each_count(new_lengths, batch)
@@ -264,7 +264,7 @@ def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
 
 
 def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
-    """Of packed rows those of each sequence. By default all are a single sequence's; of several, one each."""
+    """Returns how many packed rows each sequence has. By default all are a single sequence's; of several, one each."""
     if not sequences and total:
         raise ArgumentError(f"sequences: expected one at least, whose tokens the {total} new ones are; got none.")
     given = ([total] if sequences == 1 else [1] * sequences) if x is None else each_count(x, sequences, name)
@@ -278,7 +278,7 @@ def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
 
 
 def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
-    """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
+    """Returns an int for each sequence, Python's own: sums of NumPy's narrow ones would wrap."""
     what = f"{sequences} ints, one per sequence"
     if is_one(x):
         raise ArgumentTypeError(
@@ -293,7 +293,7 @@ def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
 
 
 def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int) -> list[int]:
-    """Lengths after an append that fits."""
+    """Returns the lengths after an append, or raises CacheFull."""
     for item, n in enumerate(counts):
         free = capacity - lengths[item]
         if n > free:
@@ -334,14 +334,14 @@ def cache_sizes(
 
 
 def window_size(x: Any) -> int | None:
-    """Tokens of a window that counts a query's own; None is no window."""
+    """Returns the tokens of a window, the query's own included; None is no window."""
     if way := of_window(x):
         raise ArgumentTypeError(f"window: expected an int; got {shown(x)}.{way}")
     return None if x is None else size("window", x, 1)
 
 
 def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:
-    """What truncate() leaves of every sequence; lengths: per layer.
+    """Returns the length that truncate() leaves of every sequence; lengths: per layer.
 
     lost(item, n): a window has forgotten what token n would see.
     """
@@ -367,7 +367,7 @@ def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, 
 
 
 def states_of(out1: Any, lse1: Any, out2: Any, lse2: Any, *, gpu: bool = True) -> tuple[list[Array], list[Array]]:
-    """Where the arrays of both forms of merge() lie, whose shapes and devices go together. `gpu`: on one, perhaps."""
+    """Reads the arrays of both forms of merge(), and checks their shapes and devices. `gpu`: they may lie on one."""
     if not isinstance(out1, (list, tuple)) and not isinstance(lse1, (list, tuple)):
         for name, x in (("out2", out2), ("lse2", lse2)):
             if x is None:

@@ -53,7 +53,7 @@ def tables_of(score: Any) -> list[Table]:
 
 
 def check_attached(tables: Any) -> None:
-    """That what flows to them reaches the tensor: not where they were made of a part of it while nobody followed."""
+    """Raises if a table's gradient could not reach its tensor: the table was made of a part of it under no_grad()."""
     for t in tables:
         whole = None if is_traced(t.source) else t.source._base
         if whole is not None and whole.requires_grad and t.source.grad_fn is None:
@@ -65,7 +65,7 @@ def check_attached(tables: Any) -> None:
 
 
 def check_on_cpu(on_gpu: bool) -> None:
-    """Of a call that autograd follows, that its tensors lie where there is a pass back."""
+    """Raises unless the tensors are on a device that has a backward pass."""
     if on_gpu:
         raise UnsupportedError(
             "q: expected tensors on the CPU, where gradients are computed; got one on a GPU. Use .cpu(), or call under "
@@ -74,7 +74,7 @@ def check_on_cpu(on_gpu: bool) -> None:
 
 
 def check_fresh(tables: Any) -> None:
-    """Of tensors, that they hold the numbers that these have now."""
+    """Raises if a table's source tensor was modified after the table was made."""
     for t in tables:
         if t.is_stale():
             raise ArgumentError(
@@ -118,7 +118,7 @@ def check_unwritten(read: list[tuple[Any, Any]]) -> None:
 
 
 def _version(x: Any) -> Any:
-    """What tells whether numbers have been written to since: PyTorch counts writes, of others the numbers tell."""
+    """Returns what tells later writes: PyTorch's version, or a hash of the numbers of others."""
     if is_tensor(x):
         return None if x.is_inference() else x._version
     once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.strides)]  # of what is broadcast
@@ -130,7 +130,7 @@ def _read(x: Any, name: str) -> Any:
 
 
 def _one(x: Any) -> Any:
-    """A whole number as it is now; of anything else the call itself says what is wrong."""
+    """Returns a whole number as it is now; the call itself refuses anything else."""
     n = whole(x)
     return x if n is None else n
 
@@ -142,12 +142,12 @@ def _traced(x: Any) -> Any:
 
 
 def _expression(x: Any, role: str) -> Any:
-    """Of a function; anything else is itself."""
+    """Traces a function; anything else is returned as it is."""
     return expression(x, role) if callable(x) and not isinstance(x, Expression) else x
 
 
 def resolved(flow: Any) -> Any:
-    """What flows back, which autograd may hand on negated lazily."""
+    """Returns an upstream gradient that is not lazily negated."""
     return flow.resolve_neg() if is_tensor(flow) and flow.is_neg() else flow
 
 
@@ -174,7 +174,7 @@ class Asked:
         return tuple(x for x in self.grads if isinstance(x, Table))
 
     def shape(self, grad: Table | str) -> tuple[int, ...]:
-        """Of one of `grads`."""
+        """Returns the shape of one of `grads`."""
         return grad.shape if isinstance(grad, Table) else (self.problem.q_heads,)
 
 
@@ -185,7 +185,7 @@ def asked(problem: Problem, layout: str, given: Given, grads: Any) -> Asked:
 
 
 def check_one_dtype(q: str, k: str) -> None:
-    """That keys, and so values, are not widened: what flows to them is of the dtype that is computed with."""
+    """Raises if keys and values are widened: their gradients have the dtype that is computed with."""
     if are_widened(k, q):
         raise UnsupportedError(
             f"k: expected dtype {q}, as q has, where gradients are computed; got {k}. Convert k and v: in PyTorch, "
@@ -194,7 +194,7 @@ def check_one_dtype(q: str, k: str) -> None:
 
 
 def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
-    """out, lse and what flows into them: as attention() returns them."""
+    """Raises unless out, lse and their upstream gradients are shaped as attention() returns them."""
     q = given.q
     check_one_dtype(problem.dtype, problem.key_dtype)
     rows = (*q.shape[:-1], problem.value_dim), q.dtype
@@ -232,7 +232,7 @@ def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
 
 
 def _check_table(table: Table, at: int, problem: Problem) -> None:
-    """One that the score looks up, of floats."""
+    """Raises unless the score looks up this table, of floats."""
     if table.kind not in ("float", "double"):
         raise ArgumentTypeError(
             f"grads: expected tables of floats; got {table!r} at [{at}], whose entries nothing flows to. Leave it out."

@@ -1,7 +1,7 @@
 """What type checkers are told of public calls: arrays of any library, the words that options take, and options.
 
 Overloads tell what comes back, and take options as a TypedDict; the signature that help() and completions show is the
-implementation's. tests/test_names.py holds the two together.
+implementation's. tests/arguments/test_names.py holds the two together.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def philox(counter: Sequence[Any], key: tuple[int, int]) -> list[np.ndarray]:
 
 
 def key_of(seed: int) -> tuple[int, int]:
-    """Of a seed of 64 bits."""
+    """Returns the two words of a seed of 64 bits."""
     return seed & 0xFFFFFFFF, seed >> 32
 
 

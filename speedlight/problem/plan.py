@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..distributed.model import Asked, Rates, Spread, spread
 from ..errors import UnsupportedError
 from ..expressions.tree import lazily
 from ..host.tunings import Origin
 from .problem import TILE, Problem
+from .rank_plan import Asked, Rates, Spread, spread
 from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes
 
 
 class Run(NamedTuple):
-    """What an engine says of how it runs a problem."""
+    """An engine's account of how it runs a problem."""
 
     isa: str
     kernel: str
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 class Roofs(NamedTuple):
-    """What a machine can do at best, on all threads of a plan."""
+    """A machine's measured peak and bandwidth, on all threads of a plan."""
 
     flops: float  # per second
     bytes: float  # per second
@@ -36,7 +36,7 @@ class Roofs(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call will do, known before it runs. `print(plan)` shows it as a table.
+    """The figures of a call, known before it runs. `print(plan)` shows them as a table.
 
     FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed:
     `mixed_flops` under the mask, `full_flops` without, of those keys of mixed tiles, too, that all rows of a panel see.
@@ -88,7 +88,7 @@ class Plan:
 
     @lazily
     def roofs(self) -> Roofs | None:
-        """Of this machine, measured when they are first asked for; None where nothing can be measured."""
+        """The roofs of this machine, measured at the first access; None where nothing can be measured."""
         return self.measured() if self.measured else None
 
     @property
@@ -164,7 +164,7 @@ class Plan:
 
 
 def spread_rows(spread: Spread) -> list[tuple[str, str]]:
-    """Of the ranks of a plan, the lines of its table."""
+    """Returns the lines of a plan's table about its ranks."""
     way, link = spread.way, spread.link
     mean = sum(way.seconds) / spread.ranks
     best: dict[str, float] = {}
@@ -243,7 +243,7 @@ def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
 
 
 def pair_flops(problem: Problem, *, backward: bool = False) -> int:
-    """Of a query and a key: S and out; or S, dP, dQ, dK and dV."""
+    """Returns the FLOPs of a query and a key: S and out; or S, dP, dQ, dK and dV."""
     d, value_dim = problem.head_dim, problem.value_dim
     return 6 * d + 4 * value_dim if backward else 2 * (d + value_dim)
 

@@ -1,4 +1,4 @@
-"""What a call is to compute, as data: its options, the problem they state, and the sizes that fix bits."""
+"""A call as data: its options, the problem they state, and the sizes that fix bits."""
 
 from __future__ import annotations
 

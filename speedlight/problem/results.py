@@ -1,4 +1,4 @@
-"""What calls return: made here, written by kernels, and given back as the caller's library has arrays."""
+"""Results of calls: made here, written by kernels, and returned as the caller's library has arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .problem import LAYOUTS, Options, Problem
 
 
 class Results:
-    """What a call returns, where kernels write it, and how it gets back to the caller's library: the only place."""
+    """The results of a call: where kernels write them, and how they get back to the caller's library."""
 
     __slots__ = ("_given", "_lse", "_out", "_q", "lse", "out")
 
@@ -101,7 +101,7 @@ def fresh(
 def out_for(
     q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...], *, staged: bool, ordered: bool
 ) -> tuple[Any, Array]:
-    """What a call with these queries returns, a new array or the caller's own, and where kernels write.
+    """Returns the output of a call, a new array or the caller's own, and where kernels write it.
 
     `staged`: as of Results; then the caller's own array is written by deliver() alone.
     """
@@ -143,7 +143,7 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Arra
 
 
 def overlap(a: Array, b: Array) -> bool:
-    """Whether the two share a byte (or might, where that is too hard to say)."""
+    """Returns whether the two share a byte (or might, where that is too hard to say)."""
     a_low, a_high = a.extent()
     b_low, b_high = b.extent()
     if a_low >= b_high or b_low >= a_high or a.device != b.device:
@@ -156,7 +156,7 @@ def overlap(a: Array, b: Array) -> bool:
 
 
 def overlaps_itself(x: Array) -> bool:
-    """Whether two of its numbers may share a byte: in no array whose steps are beyond what lies within each."""
+    """Returns whether two of its numbers may share a byte: in no array whose strides exceed the extent within each."""
     within = DTYPES[x.dtype][1]
     for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
         if step < within:
@@ -204,8 +204,8 @@ def like_input(x: Array, result: Any) -> Any:
 def results_for(
     q: Array, problem: Problem, options: Options, return_lse: bool, out: Any, inputs: tuple[Array, ...]
 ) -> Results:
-    """Where a call writes. `out` is staged where kernels may learn that a lookup is out of range, and where they read
-    numbers that others hold: `out` may be among those.
+    """Makes a call's results. `out` is staged where kernels may learn that a lookup is out of range, and where they
+    read numbers that others hold: `out` may be among those.
     """
     lse_shape = tuple(q.shape[x] for x in LAYOUTS[options.layout][:-1]) if return_lse else None
     program = problem.program if out is not None else None

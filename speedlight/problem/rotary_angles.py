@@ -1,4 +1,4 @@
-"""By what angles rotary positions turn the pairs of every token: cosines and sines, checked."""
+"""Angles of rotary positions: the cosines and sines of every token, checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ARRAY = "a NumPy array, or a PyTorch tensor"
 
 
 class Options(NamedTuple):
-    """What rotary() is called with beside x."""
+    """The arguments of rotary() beside x."""
 
     cos: Any = None
     sin: Any = None
@@ -71,7 +71,7 @@ def converted(x: Any, dtype: str) -> Any:
 
 
 def computed_in(x: Any) -> str:
-    """What numbers of x are computed in."""
+    """Returns the dtype in which numbers of x are computed."""
     return "float64" if str(x.dtype).endswith("float64") else "float32"
 
 
@@ -103,7 +103,7 @@ def rotation_of(x: Any, options: Options, dtype: str | None = None) -> Rotation:
 
 
 def _sizes(x: Any, layout: str) -> _Sizes:
-    """Of an array or tensor of floats."""
+    """Returns the sizes of an array or tensor of floats."""
     check_array("x", x)
     check_dimensions("x", tuple(x.shape), layout)
     batch = batch_of(tuple(x.shape), layout)
@@ -129,7 +129,7 @@ def check_array(name: str, x: Any) -> None:
 
 
 def _computed(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) -> tuple[Any, Any]:
-    """Of base and positions: angles in float64, their cosines and sines rounded once."""
+    """Computes angles of base and positions in float64; their cosines and sines are rounded once."""
     base = BASE if options.base is None else number("base", options.base, "a positive number")
     if not 0 < base < math.inf:
         raise ArgumentError(f"base: expected a positive, finite number; got {shown(options.base)}.")
@@ -143,7 +143,7 @@ def _computed(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) ->
 
 
 def _given(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) -> tuple[Any, Any]:
-    """Of tables of positions, or already of each token."""
+    """Reads cosines and sines from tables of positions, or of each token."""
     if options.base is not None:
         raise ArgumentError("base: expected None beside cos and sin, which are of a base already; got a number.")
     found = []
@@ -186,7 +186,7 @@ def _check_columns(name: str, t: Any, sizes: _Sizes, dims: int, layout: str) -> 
 
 
 def _check_rows(at: Any, cos: Any) -> None:
-    """That a table has rows for all positions, as far as the host can tell."""
+    """Raises unless a table has rows for all positions, as far as the host can tell."""
     rows = cos.shape[0]
     if isinstance(at, slice):
         first, last = at.start, at.stop - 1
@@ -202,12 +202,12 @@ def _check_rows(at: Any, cos: Any) -> None:
 
 
 def _values_are_here(x: Any) -> bool:
-    """Whether the host may look at numbers: not at those of a GPU, of a trace, or of a transformed function."""
+    """Returns whether the host can read the numbers: not those of a GPU, of a trace, or of a transformed function."""
     return not is_tensor(x) or (x.device.type == "cpu" and is_plain(x))
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a tensor's numbers lie in memory, and nobody follows, traces or transforms it."""
+    """Returns whether a tensor's numbers lie in memory, and nothing records, traces or transforms it."""
     if sys.modules["torch"].compiler.is_compiling():
         return False
     try:
@@ -253,7 +253,7 @@ def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
 
 
 def check_out(out: Any, x: Any) -> None:
-    """What x's rows can be written to; x itself, too."""
+    """Raises unless x's rows can be written to `out`, which may be x itself."""
     check_array("out", out)
     if is_tensor(out) != is_tensor(x):
         raise ArgumentTypeError(f"out: expected the same kind of array as x; got {type(out).__name__}.")

@@ -116,13 +116,13 @@ class Rows:
         return self.problem.q_starts[self.item] + (self.end(panel) - 1) // self.heads
 
     def limit(self, position: Any) -> Any:
-        """How many keys `causal` leaves a row at this position."""
+        """Returns how many keys `causal` leaves a row at this position."""
         if not self.problem.causal:
             return np.full_like(position, self.keys)
         return np.clip(position - self.problem.k_start + 1, 0, self.keys)
 
     def shared(self, first: Any, last: Any) -> Any:
-        """How many keys `causal` leaves every lane of panels [first, last]."""
+        """Returns how many keys `causal` leaves every lane of panels [first, last]."""
         limit = self.limit(self.first(first))
         if not self.alone:
             return limit
@@ -152,7 +152,7 @@ def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
 
 @dataclass(slots=True)
 class Tally:
-    """What a kernel counts: tiles and keys by class."""
+    """A kernel's counts: tiles and keys by class."""
 
     full: int = 0
     mixed: int = 0
@@ -204,12 +204,12 @@ def _mixed(rows: Rows, total: Tally, begin: int = 0, end: Any = None) -> Iterato
 
 
 def _splits(rows: Rows) -> bool:
-    """Whether a part of a visible box is visible."""
+    """Returns whether a part of a visible box is visible."""
     return hiding_condition(rows.problem.roots[1]) is None
 
 
 class _Told(NamedTuple):
-    """What a step of the walk tells of its boxes [p0, p1, t0, t1]."""
+    """The classes of a step's boxes [p0, p1, t0, t1]."""
 
     full: np.ndarray  # boxes that are visible as a whole
     hidden: np.ndarray  # … that are hidden
@@ -286,7 +286,7 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
 
 
 def _trimmed(rows: Rows, p: np.ndarray, t: np.ndarray, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many keys of single tiles are computed, trimmed to parts as the kernel's `extent` does, and how many of those
+    """Returns how many keys of single tiles are computed, trimmed as the kernel's `extent` does, and how many of those
     without the mask.
     """
     start = rows.problem.k_start + t * TILE
@@ -355,7 +355,7 @@ def pairs(rows: Rows) -> int | None:
 
 
 def _planes(rows: Rows) -> list[list[Any]] | None:
-    """What is visible, beside `causal`, as a union of meets of half-planes; None where it is no such."""
+    """Returns the visible pairs, `causal` aside, as a union of intersections of half-planes; None if not so."""
     p = rows.problem
     if _hiding(p) is not None:
         return None
@@ -391,7 +391,7 @@ def _plane(rows: Rows, atom: Any) -> tuple[int, int, int] | None:
 
 
 def _union(rows: Rows, i: np.ndarray, planes: list[list[Any]]) -> np.ndarray:
-    """How many keys of each row lie in any of the terms' intervals."""
+    """Counts the keys of each row that lie in any of the terms' intervals."""
     start = rows.problem.k_start
     most = start + rows.limit(i) - 1
     lows, highs = [], []
@@ -433,7 +433,7 @@ def counted_pairs(rows: Rows, watch: Callable[[int], None] = lambda tiles: None)
 
 
 def seen(p: Problem, at: dict[str, Any]) -> np.ndarray:
-    """Of each pair of positions, item and head, whether it is visible; the arrays of `at` broadcast."""
+    """Returns whether each pair of positions, item and head is visible; the arrays of `at` broadcast."""
     shown = at["j"] <= at["i"] if p.causal else np.ones(np.broadcast_shapes(*(np.shape(x) for x in at.values())), bool)
     number, hidden = np.float64 if p.dtype == "float64" else np.float32, _hiding(p)
     if p.mask is not None:

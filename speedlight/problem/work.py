@@ -20,7 +20,7 @@ _PANELS = 1 << 21  # that are counted at once
 
 
 class Work(NamedTuple):
-    """Of all heads of all items, on panels of so many rows."""
+    """The work of all heads of all items, on panels of so many rows."""
 
     visible_pairs: int | None  # None where only counting tells
     full: int  # tiles
@@ -57,7 +57,7 @@ def all_panel_keys(problem: Problem, panel: int, *, backward: bool = False) -> i
 
 
 def _columns(problem: Problem, backward: bool) -> tuple[int, int]:
-    """How many there are of an item's Rows, and of how many query heads each."""
+    """Returns how many Rows an item has, and how many query heads each of them stands for."""
     return (problem.q_heads, 1) if backward else (problem.kv_heads, problem.group)
 
 
@@ -77,7 +77,7 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def least_backward_bytes(problem: Problem) -> tuple[int, int]:
-    """The same of a pass back: q, k, v, out, what flows into it and lse are read, what flows to q, k and v written."""
+    """Returns a backward pass's least bytes: q, k, v, out, lse and d_out are read, dq, dk and dv written."""
     size = STORAGE_BYTES[problem.storage]
     read, out = least_bytes(problem)
     q_rows = sum(problem.q_lengths) * problem.q_heads
@@ -85,12 +85,12 @@ def least_backward_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def materialised_bytes(problem: Problem) -> int:
-    """Of scores and weights in memory."""
+    """Returns the bytes of scores and weights in memory."""
     return 2 * all_pairs(problem) * STORAGE_BYTES[problem.storage]
 
 
 class _Lengths(NamedTuple):
-    """What the work of an item depends on, where nothing but `causal` hides keys."""
+    """The lengths that an item's work depends on, where only `causal` hides keys."""
 
     q_len: int
     k_len: int
@@ -134,7 +134,7 @@ def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool
 
 @lru_cache(maxsize=256)
 def _count_item(lengths: _Lengths, causal: bool, heads: int, panel: int, alone: bool) -> tuple[int, ...]:
-    """Of one of its Rows: visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
+    """Counts one Rows' visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
     q_len, k_len, start, lead = lengths
     rows = q_len * heads
     count = -(-(rows + lead) // panel) if rows else 0
@@ -148,7 +148,7 @@ def _count_item(lengths: _Lengths, causal: bool, heads: int, panel: int, alone: 
         raise UnsupportedError(f"q_heads: expected fewer heads of a key's, or queries, to plan; got {q_len} x {heads}.")
 
     def counted(begin: int, end: int) -> np.ndarray:
-        """Of these panels: full tiles, all tiles, keys of them, keys of mixed tiles."""
+        """Counts these panels' full tiles, all tiles, their keys, keys of mixed tiles."""
         first = np.arange(begin, end, dtype=np.int64) * panel - lead
         last = np.minimum(first + panel, rows) - 1
         low = high = np.full(len(first), k_len, dtype=np.int64)

@@ -50,7 +50,7 @@ from .head_backward import backward_of
 
 @standard
 def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
-    """What `speedlight.attention` with the same arguments should return, in float64.
+    """Returns the exact result of `speedlight.attention` with the same arguments, in float64.
 
     Args:
         q, k, v: as for `speedlight.attention`.
@@ -133,8 +133,8 @@ def backward_bound(
     dot: bool = False,
     **options: Any,
 ) -> Any:
-    """How far gradients may be from `backward`, element by element: what roundings of these very numbers come to at
-    most, to first order. docs/numerics.md has the formula.
+    """Bounds how far gradients may be from `backward`, element by element: by the roundings of these very numbers,
+    to first order. docs/numerics.md has the formula.
 
     Args:
         q, k, v, out, lse, d_out, d_lse, grads, **options: as for `backward`.
@@ -189,7 +189,7 @@ def error_bound(
     precision: str = "ieee",
     **options: Any,
 ) -> Bounds:
-    """How far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
+    """Bounds how far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
 
     Args:
         q, k, v, **options: as for `attention`.
@@ -226,7 +226,7 @@ def error_bound(
 
 @standard
 def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What a cache of codes keeps of tokens: codes · scales is as near to x as a scale for each row allows.
+    """Quantises tokens as a cache of codes does: codes · scales is as near to x as a scale for each row allows.
 
     A row's scale is its largest magnitude over the largest code, 127 of int8 and 448 of float8_e4m3fn; a code is the
     nearest to x / scale, of two the even one. Both quotients are rounded to float32. A row with NaN or infinity has a
@@ -260,7 +260,7 @@ def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarray:
-    """What `speedlight.rotary` with the same arguments should return, in float64.
+    """Returns the exact result of `speedlight.rotary` with the same arguments, in float64.
 
     >>> import numpy as np, speedlight as sl
     >>> sl.reference.rotary(np.ones((1, 1, 1, 2)), positions=1).round(6).tolist()
@@ -281,7 +281,7 @@ def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarr
 
 
 def _case(function: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Case:
-    """Of one of these calls."""
+    """Reads the arguments of one of these calls."""
     _check_names(function, options, ("lengths", *Options._fields))
     return Case(q, k, v, options)
 
@@ -346,7 +346,7 @@ def _positions(name: str, x: Any, least: int) -> list[int]:
 
 
 def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """What `speedlight.merge` with the same arguments should return, in float64.
+    """Returns the exact result of `speedlight.merge` with the same arguments, in float64.
 
     >>> import numpy as np, speedlight as sl
     >>> out, lse = sl.reference.merge([np.ones((1, 2)), np.zeros((1, 2))], [np.zeros(1), np.zeros(1)])
@@ -359,7 +359,7 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[np.
 
 
 def merge_bound(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> Bounds:
-    """How far a result of `speedlight.merge` may be from `merge` with the same arguments, element by element.
+    """Bounds how far a result of `speedlight.merge` may be from `merge` with the same arguments, element by element.
 
     docs/numerics.md has the formula.
     """

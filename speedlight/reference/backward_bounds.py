@@ -1,4 +1,4 @@
-"""How far gradients may be from the specification, element by element.
+"""Error bounds of gradients against the specification, element by element.
 
 docs/numerics.md, "Gradients", has the order of operations and the formulas.
 """
@@ -53,7 +53,7 @@ class GradientBounds(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Of one head: what is summed, and how far each factor of it may be off."""
+    """The sums of one head: their factors, and the error of each."""
 
     head: Any
     given: Returned
@@ -67,7 +67,7 @@ class Terms(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of what is summed in float64 for every entry of a table, or every head's sink: arrays to add to."""
+    """Running sums in float64 for every entry of a table, or every head's sink."""
 
     total: np.ndarray
     size: np.ndarray  # of all terms, without signs
@@ -80,7 +80,7 @@ class Sums(NamedTuple):
 
 
 def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...] = ()) -> Terms:
-    """Of one head of the reference; 0 where a pair is hidden."""
+    """Returns the terms of one head of the reference; 0 where a pair is hidden."""
     pairs = pairs_of(head, given, tables)
     p_off = _weight_errors(head, given, pairs, a)
     ds_off = _flow_errors(head, given, pairs, p_off, a)
@@ -139,13 +139,13 @@ def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarra
 
 
 def add_share(sums: Sums, keys: Any, share: np.ndarray) -> None:
-    """What the rows of one head give to keys that items share."""
+    """Adds one head's share of the gradient of keys that items share."""
     for y, term in zip(sums, (share, np.abs(share), np.zeros(share.shape), np.ones(share.shape)), strict=True):
         y[keys] += term
 
 
 def shared_bound(sums: Sums, off: np.ndarray, a: Arithmetic) -> np.ndarray:
-    """Of the gradient of such keys: those of the items, off by `off` in all, added in float64 and rounded once."""
+    """Bounds the gradient of shared keys: the items' sums, off by `off` in all, added in float64 and rounded once."""
     dtype = a.problem.dtype
     off = off + 2.02 * ROUNDOFF["float64"] * sums.terms * (sums.size + off)
     u = 0.0 if a.wide else ROUNDOFF[dtype] + (ROUNDOFF["float32"] if a.u_out else 0.0)
@@ -153,7 +153,7 @@ def shared_bound(sums: Sums, off: np.ndarray, a: Arithmetic) -> np.ndarray:
 
 
 def add_terms(sums: Sums, x: Terms, grad: Table | str, a: Arithmetic) -> None:
-    """What one head adds to the gradient of a table, or of sinks."""
+    """Adds one head's terms to the gradient of a table, or of sinks."""
     if isinstance(grad, Table):
         _add_entries(sums, x, grad, a)
     else:
@@ -162,7 +162,7 @@ def add_terms(sums: Sums, x: Terms, grad: Table | str, a: Arithmetic) -> None:
 
 
 def summed_bound(sums: Sums, grad: Table | str, a: Arithmetic) -> np.ndarray:
-    """Of the gradient of a table, or of sinks: sums in float64, in any order, rounded once.
+    """Bounds the gradient of a table, or of sinks: sums in float64, in any order, rounded once.
 
     The specification adds in float64, too; so it does whatever a sink's terms are made of.
     """
@@ -186,7 +186,7 @@ def _add_entries(sums: Sums, x: Terms, table: Table, a: Arithmetic) -> None:
 
 
 def _sink_terms(x: Terms) -> tuple[float, ...]:
-    """Of one head's sink, all in float64: a weight by its exponent's rounding, too, and delta by those of its sum."""
+    """Returns the error terms of one head's sink in float64: the weight's exponent rounds, and delta's sum."""
     u, given = ROUNDOFF["float64"], x.given
     rows, p, exponent = sink_weights(x.head, given.lse)
     delta = x.pairs.delta[rows]
@@ -203,7 +203,7 @@ def _blocks(positions: np.ndarray, size: int) -> Blocks:
 
 
 def _weight_errors(head: Any, given: Returned, pairs: Pairs, a: Arithmetic) -> np.ndarray:
-    """Of p: an exponent that is off by e makes it off by e^e - 1 of itself; then the power's own error."""
+    """Bounds the error of p: an exponent off by e makes it off by e^e - 1 of itself; then the power's own error."""
     scores = head.scores(pairs.products)
     exponent = np.where(pairs.seen, exponents(head, scores, given.lse), 0.0)
     off = product_errors(head, a, pairs.products)
@@ -216,7 +216,7 @@ def _weight_errors(head: Any, given: Returned, pairs: Pairs, a: Arithmetic) -> n
 
 
 def _flow_errors(head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a: Arithmetic) -> np.ndarray:
-    """Of p · (dp - delta)."""
+    """Bounds the error of p · (dp - delta)."""
     d_out, v, u = given.d_out, head.v, a.u
     size = np.abs(d_out) @ np.abs(v).T
     off = u * (partial_sums(d_out, v) + a.dot * size) + len(v.T) * a.tiny + flushed(a, np.abs(d_out), np.abs(v))
@@ -232,9 +232,7 @@ def _flow_errors(head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a:
 
 
 def _through_score(head: Any, pairs: Pairs, back: Node | None, ds_off: np.ndarray, a: Arithmetic) -> np.ndarray:
-    """Of what flows to scale · q·k, or to an entry, in proportion to what flows into the score: by a slope that is off,
-    too.
-    """
+    """Bounds the gradient through the score function, whose slope is off, too."""
     if back is None:
         return np.zeros(ds_off.shape)
     env = head.env | {"s": pairs.products, FLOW: np.ones(ds_off.shape)}
@@ -253,7 +251,7 @@ def _sum_bound(
     blocks: Blocks,
     a: Arithmetic,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of weights @ x, of seen pairs alone: the sum, and how far it may be off; the roundings of its chains included.
+    """Returns weights @ x over visible pairs, and a bound of its error, the roundings of its chains included.
 
     Infinite where it may overflow, by its terms or as those that are `far` may.
     """
@@ -276,7 +274,7 @@ def _sum_bound(
 
 
 def _scaled(head: Any, total: np.ndarray, off: np.ndarray, a: Arithmetic) -> np.ndarray:
-    """Of a sum that is multiplied by the scale, which is rounded, too."""
+    """Bounds a sum that is multiplied by the scale, which is rounded, too."""
     scale = abs(head.problem.scale)
     least = max(scale, 2 * a.normal) if scale else 0.0
     return _rounded(scale * total, scale * off + 2 * a.u * least * np.abs(total), a)
@@ -288,6 +286,6 @@ def _rounded(total: np.ndarray, off: np.ndarray, a: Arithmetic) -> np.ndarray:
 
 
 def _stored(total: np.ndarray, off: np.ndarray, u: float, dtype: str) -> np.ndarray:
-    """Of a sum that is off by `off`, once rounded to a dtype; infinite where it may be beyond all numbers of that."""
+    """Bounds a sum that is off by `off` once rounded to a dtype; infinite where it may overflow that."""
     off = off + (u * (np.abs(total) + off) if u else 0.0) + TINY[dtype]
     return np.where(finite(total) + off > LARGEST[dtype], np.inf, off)

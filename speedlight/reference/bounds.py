@@ -1,4 +1,4 @@
-"""How far results may be from the specification, element by element. docs/numerics.md has the formulas."""
+"""Error bounds of results against the specification, element by element. docs/numerics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What computed a result: what its roundings are."""
+    """The roundings of whatever computed a result."""
 
     problem: Problem
     proven: bool = False  # the worst for any values, else to first order for these
@@ -54,12 +54,12 @@ class Arithmetic:
 
     @property
     def u_out(self) -> float:
-        """Of the result, where it is rounded once more."""
+        """The rounding of the result, where it is rounded once more."""
         return ROUNDOFF[self.problem.dtype] if self.problem.dtype in ("float16", "bfloat16") else 0.0
 
     @property
     def u_weights(self) -> float:
-        """Of the weights, where they are rounded."""
+        """The rounding of the weights, where they are rounded."""
         return ROUNDOFF["bfloat16"] if self.dot else self.u_out if self.tile else 0.0
 
     @property
@@ -69,12 +69,12 @@ class Arithmetic:
 
     @property
     def room(self) -> float:
-        """What no sum leaves, however it is rounded, whose terms have a sum without signs of this at most."""
+        """The largest sum of magnitudes whose terms cannot overflow, however they are rounded."""
         return LARGEST["float64" if self.wide else "float32"] / 2
 
     @property
     def tiny(self) -> float:
-        """What an operation may be off whose result is subnormal."""
+        """The error of an operation whose result is subnormal."""
         return self.normal if self.dot else TINY["float64" if self.wide else "float32"]
 
     @property
@@ -84,7 +84,7 @@ class Arithmetic:
 
 
 class _Softmax(NamedTuple):
-    """Of one head: scores, how far each may be off, and what they make of the values."""
+    """One head's scores, their errors, and the softmax over them."""
 
     values: np.ndarray  # |v|
     visible: np.ndarray
@@ -100,7 +100,7 @@ class _Softmax(NamedTuple):
 
 
 def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
-    """Of one head of the reference: [q_len, value_dim] and [q_len]."""
+    """Returns the bounds of one head of the reference: [q_len, value_dim] and [q_len]."""
     a, products = arithmetic, head.products()
     scores = head.scores(products)
     errors = _score_errors(head, a, products, scores)
@@ -139,7 +139,7 @@ def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
 
 
 def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
-    """What cannot be exceeded, whatever the values are."""
+    """Returns bounds that cannot be exceeded, whatever the values are."""
     error = x.errors.max(axis=1, keepdims=True) + a.u * x.depth.max(axis=1, keepdims=True)
     shared = error + _powers(a, x) + a.u_weights
     sums = a.u * 2 * min(keys, TILE) + _merging(a, x)
@@ -149,7 +149,7 @@ def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
 
 
 def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
-    """What roundings of these values come to at most, to first order.
+    """Returns bounds of the roundings of these values, to first order.
 
     Numerator and denominator share what is wrong with a weight: it moves out by p·e·(v - out), and the sum of those is
     at most rms(e) · deviation(v), by Cauchy and Schwarz. Chains over keys have roundings of their own.
@@ -242,7 +242,7 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 def flushed(a: Arithmetic, x: np.ndarray, y: np.ndarray) -> Any:
-    """What products of the rows of x and y lose in the dot class, to which subnormal numbers are zeros."""
+    """Returns what products of the rows of x and y lose in the dot class, where subnormal numbers are zeros."""
     small_x, small_y = (np.where(z < a.normal, z, 0) if a.dot else z[:0] for z in (x, y))
     return small_x @ y.T + x @ small_y.T if small_x.any() or small_y.any() else 0.0
 
@@ -261,7 +261,7 @@ def partial_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def _floor(a: Arithmetic, x: _Softmax, keys: int) -> Any:
-    """What does not shrink with M: weights and sums that underflow."""
+    """Returns the error that does not shrink with M: weights and sums that underflow."""
     # weights of the GPU are float16 there
     lost = 2.0**-25 if a.tile and a.problem.dtype == "float16" else a.normal
     left = 1 / a.problem.dropout_divisor

@@ -82,7 +82,7 @@ class Case:
 
 
 class Flow:
-    """What attention() returned for a case, what flows back into that, and which gradients are asked for."""
+    """The results of attention() for a case, their upstream gradients, and the gradients that are asked for."""
 
     def __init__(self, case: Case, q: Any, given: tuple[Any, ...], grads: Any) -> None:
         named = zip((q, *given), Given._fields, strict=True)
@@ -93,7 +93,7 @@ class Flow:
         self.d_lse = np.zeros(self.lse.shape) if known.d_lse is None else known.d_lse.numpy()
 
     def into(self, head: Head) -> Returned:
-        """Of the rows of a head."""
+        """Returns the rows of one head."""
         rows = (x[head.at].astype(np.float64) for x in (self.out, self.lse, self.d_out, self.d_lse))
         return Returned(*rows, keep=head.factors)
 

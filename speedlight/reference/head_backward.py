@@ -14,7 +14,7 @@ from ..problem.problem import FAR_LSE
 
 
 class Returned(NamedTuple):
-    """What attention() returned for a head's rows, and what flows back into it."""
+    """The results of attention() for a head's rows, and their upstream gradients."""
 
     out: np.ndarray  # [q_len, value_dim]
     lse: np.ndarray  # [q_len]
@@ -24,7 +24,7 @@ class Returned(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Of every query and key of a head; 0 where the pair is hidden."""
+    """The intermediate values of every query and key of a head; 0 where the pair is hidden."""
 
     seen: np.ndarray
     products: np.ndarray  # scale · q·k, whatever is seen
@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """What one head gives to gradients: its own rows of dq, its share of a kv head's dk and dv, and of the tables'."""
+    """One head's gradients: its own rows of dq, its share of a kv head's dk and dv, and of the tables'."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -47,7 +47,7 @@ class HeadGradients(NamedTuple):
 
 
 def backward_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> HeadGradients:
-    """Of one head of the reference. A pair that is hidden adds no term to anything: 0 · NaN is NaN."""
+    """Returns the gradients of one head of the reference. A hidden pair adds no term to anything: 0 · NaN is NaN."""
     pairs = pairs_of(head, given, tables)
     scale, seen = head.problem.scale, pairs.seen
     weights = dropped(pairs.p, given.keep)
@@ -107,7 +107,7 @@ def sum_of_seen(head: Any, weights: np.ndarray, x: np.ndarray, seen: np.ndarray)
 
 
 def _table_gradient(head: Any, pairs: Pairs, table: Table) -> np.ndarray:
-    """Of every entry: the sum of what flows to it, wherever it is read."""
+    """Returns the gradient of every entry: the sum over all places where it is read."""
     total = np.zeros(table.shape)
     for lookup, flow in () if pairs.back is None else pairs.back.entries:
         if lookup.value is table:

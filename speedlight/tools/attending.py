@@ -128,7 +128,7 @@ def _measure_again(plan: sl.Plan) -> None:
 
 
 def _heads_are_alike(problem: Problem) -> bool:
-    """Whether heads can be computed alone: none has a number that a mask, a score or dropout asks for."""
+    """Returns whether heads can be computed alone: no mask, score or dropout asks for a head's number."""
     expressions = [x for x in (problem.mask, problem.score) if x is not None]
     return problem.kv_heads > 0 and not problem.dropout and not any("h" in x.root.uses for x in expressions)
 
@@ -151,7 +151,7 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]], layout: str) -> tuple[np
 def _check(
     arrays: list[np.ndarray], options: dict[str, Any], problem: Problem, out: np.ndarray, lse: np.ndarray
 ) -> dict[str, Any]:
-    """Every element against the float64 reference: largest error, and the largest share of its bound."""
+    """Compares every element with float64: the largest error, and the largest share of its bound."""
     dot = current_isa().product("bf16") == "pairs" and out.dtype.name == "bfloat16"
     alike, layout = _heads_are_alike(problem), options["layout"]
     wanted, bounds = [], []

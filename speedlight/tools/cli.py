@@ -21,49 +21,17 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: {how_to_install('cli')}") from None
 
+from . import options as opt
 from .attending import attend, named
 from .bench import bench
 from .inspecting import info, show
-from .options import (
-    OLD,
-    Backward,
-    Batch,
-    Causal,
-    Device,
-    Dropout,
-    Dtype,
-    HeadDim,
-    Json,
-    KLen,
-    KvHeads,
-    Latency,
-    LinkBandwidth,
-    Mask,
-    Method,
-    QHeads,
-    QLen,
-    Ranks,
-    Score,
-    Seed,
-    ShardBy,
-    Unit,
-    ValueDim,
-    Window,
-    check_device,
-    check_seed,
-    hidden_by,
-    on_unit,
-)
+from .options import check_device, check_seed, hidden_by, on_unit
 from .pictures import check_path, draw_weights, tile_map
 from .reports import plan_figures, plan_rows, print_json, print_rows, progress
 from .tuning import tune
 from .typed import as_typed, usage
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-    help="Exact attention at the speed of the machine.",
-    context_settings={"token_normalize_func": lambda name: OLD.get(name, name)},
-)
+app = typer.Typer(pretty_exceptions_enable=False, help="Exact attention at the speed of the machine.")
 
 
 @app.callback(invoke_without_command=True)
@@ -87,9 +55,9 @@ def view(
         list[Path] | None, typer.Argument(help="A file with q and k, to draw weights; without one, --mask is drawn.")
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture: .png, .svg or .pdf.")] = Path("view.png"),
-    causal: Causal = False,
-    window: Window = None,
-    mask: Mask = None,
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    mask: opt.Mask = None,
     head: Annotated[
         list[int] | None, typer.Option(help="Which query head to draw; of a file, may be given several times.")
     ] = None,
@@ -98,15 +66,15 @@ def view(
     labels: Annotated[Path | None, typer.Option(help="Of a file: a text file with a token on each line.")] = None,
     q: Annotated[str, typer.Option(help="Of a file: name of the queries.")] = "q",
     k: Annotated[str, typer.Option(help="Of a file: name of the keys.")] = "k",
-    q_len: QLen = 8192,
-    k_len: KLen = None,
-    q_heads: QHeads = 1,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    value_dim: ValueDim = None,
-    dtype: Dtype = "float32",
-    isa: Unit = None,
-    as_json: Json = False,
+    q_len: opt.QLen = 8192,
+    k_len: opt.KLen = None,
+    q_heads: opt.QHeads = 1,
+    kv_heads: opt.KvHeads = None,
+    head_dim: opt.HeadDim = 64,
+    value_dim: opt.ValueDim = None,
+    dtype: opt.Dtype = "float32",
+    isa: opt.Unit = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Draws the attention weights of a file's heads; or, without a file, which tiles a mask computes whole, under the
     mask, and skips, for the sizes that are given.
@@ -143,7 +111,7 @@ def view(
 
 
 def _weight_rows(weights: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was drawn, as lines of a table."""
+    """Returns lines of a table of what was drawn."""
     (first, end), (first_key, end_key) = weights["queries"], weights["keys"]
     where = f"item {weights['item']}, queries {first} to {end - 1}, keys {first_key} to {end_key - 1}"
     heads = [(f"head {x['head']}", f"largest weight {x['largest']:.3g}") for x in weights["heads"]]
@@ -152,32 +120,32 @@ def _weight_rows(weights: dict[str, Any]) -> list[tuple[str, str]]:
 
 @app.command()
 def plan(
-    q_len: QLen,
-    k_len: KLen = None,
-    batch: Batch = 1,
-    q_heads: QHeads = 8,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    value_dim: ValueDim = None,
-    dtype: Dtype = "float32",
-    causal: Causal = False,
-    window: Window = None,
-    mask: Mask = None,
-    score: Score = None,
-    dropout: Dropout = 0.0,
-    seed: Seed = None,
+    q_len: opt.QLen,
+    k_len: opt.KLen = None,
+    batch: opt.Batch = 1,
+    q_heads: opt.QHeads = 8,
+    kv_heads: opt.KvHeads = None,
+    head_dim: opt.HeadDim = 64,
+    value_dim: opt.ValueDim = None,
+    dtype: opt.Dtype = "float32",
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    mask: opt.Mask = None,
+    score: opt.Score = None,
+    dropout: opt.Dropout = 0.0,
+    seed: opt.Seed = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Count what a mask shows, where only counting tells. Not --method exact.")
     ] = False,
-    backward: Backward = False,
-    ranks: Ranks = None,
-    link_bandwidth: LinkBandwidth = None,
-    latency: Latency = None,
-    shard: ShardBy = "auto",
-    method: Method = "auto",
-    device: Device = "cpu",
-    isa: Unit = None,
-    as_json: Json = False,
+    backward: opt.Backward = False,
+    ranks: opt.Ranks = None,
+    link_bandwidth: opt.LinkBandwidth = None,
+    latency: opt.Latency = None,
+    shard: opt.ShardBy = "auto",
+    method: opt.Method = "auto",
+    device: opt.Device = "cpu",
+    isa: opt.Unit = None,
+    as_json: opt.Json = False,
 ) -> None:
     """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the least time.
 

@@ -1,16 +1,21 @@
-"""Masks and scores typed on the command line: a small part of Python, read without running anything else."""
+"""Masks and scores of the command line: typed, a small part of Python that is read without running anything else; or
+by name from a file of the user's, which is run.
+"""
 
 from __future__ import annotations
 
 import ast
 import operator
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import speedlight as sl
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, shown
+from ..errors import ArgumentError, ArgumentTypeError, Error, FileError, shown
 from ..expressions.operations import INT_MAX, INT_MIN
+from ..expressions.substitution import substituted
 from ..expressions.symbols import Symbol
 
 _PATTERNS = ("causal", "window", "prefix", "padding", "dilated", "softcap", "alibi")
@@ -32,16 +37,18 @@ _COMPARE = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
+_FILE = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
 _MOST_PARTS = 10_000  # names, numbers and operators
 
 
-def read_formula(option: str, text: str, symbols: str, at: dict[str, int] | None = None) -> Any:
-    """The mask or score of a text such as "causal() & window(1024, 0)" or, in symbols, "(i >= j) & (i - j < 100)".
-
-    at: numbers that stand for symbols, as b and h of one head.
+def read_formula(option: str, text: str, symbols: str) -> Any:
+    """Reads the mask or score of a text: "causal() & window(1024, 0)", in symbols "(i >= j) & (i - j < 100)", or
+    "file.py:name".
 
     Raises ArgumentError, naming the option, for anything but numbers, operators, the patterns and the functions.
     """
+    if found := _FILE.fullmatch(text.strip()):
+        return _of_file(option, Path(found[1]), found[2])
     tree = _parsed(option, text)
     names = {n: getattr(sl, n) for n in (*_PATTERNS, *_FUNCTIONS)}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -62,10 +69,32 @@ def read_formula(option: str, text: str, symbols: str, at: dict[str, int] | None
             "score",
         )
     names |= {n: _inlined(names[n]) for n in _PATTERNS}
-    fixed = at or {}
     return sl.expression(
-        lambda b, h, i, j: _evaluated(option, text, tree, names | {"b": b, "h": h, "i": i, "j": j} | fixed), "mask"
+        lambda b, h, i, j: _evaluated(option, text, tree, names | {"b": b, "h": h, "i": i, "j": j}), "mask"
     )
+
+
+def _of_file(option: str, path: Path, name: str) -> sl.Expression:
+    """Runs the file, and returns its function or pattern of this name as an expression."""
+    try:
+        names = runpy.run_path(str(path))
+    except OSError as error:
+        raise FileError(f"{option}: {path}: {error.strerror or error}.") from None
+    except Exception as error:
+        raise ArgumentError(f"{option}: {path}: expected a file that Python runs; got {_error_text(error)}.") from error
+    own = sorted(x for x in names if not x.startswith("_"))
+    if name not in names:
+        raise ArgumentError(f"{option}: {path}: expected one of its names {', '.join(own) or '(none)'}; got {name!r}.")
+    try:
+        return sl.expression(names[name], option.removeprefix("--"))
+    except Error as error:
+        told = re.sub(r"^(mask|score): ", "", str(error))
+        error.args = (f"{option}: {path}: {name}: {told}", *error.args[1:])
+        raise
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no words'])[0]}".rstrip(".")
 
 
 def _parsed(option: str, text: str) -> ast.expr:
@@ -100,7 +129,7 @@ def _shortened(text: str) -> str:
 
 
 def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> Any:
-    """What the formula makes of these names.
+    """Returns the value of the formula with these names.
 
     Nothing else can be reached: the tree is walked here, and not run by Python.
     """
@@ -125,7 +154,7 @@ def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) ->
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:
-    """What a node's value is made of; an error for anything that is no part of a formula."""
+    """Returns the nodes that a node's value is made of; raises for anything that is no part of a formula."""
     match node:
         case ast.BinOp(op=op) if type(op) in _BINARY:
             return [node.left, node.right]
@@ -183,7 +212,7 @@ def _value(node: ast.AST, values: dict[ast.AST, Any], names: dict[str, Any]) -> 
 
 
 def _joined(op: type[ast.operator], left: Any, right: Any) -> Any:
-    """Python's integers may grow without end: ours have 64 bits."""
+    """Applies a binary operator; raises where Python's integers grow beyond our 64 bits."""
     if op is ast.LShift and type(right) is int and right > 63:
         raise ValueError(f"<<: expected a shift of 0 to 63; got {shown(right)}")
     found = _BINARY[op](left, right)
@@ -193,11 +222,13 @@ def _joined(op: type[ast.operator], left: Any, right: Any) -> Any:
 
 
 def read_formulas(mask: str | None, score: str | None, at: dict[str, int] | None = None) -> dict[str, Any]:
-    """The options mask= and score= of --mask and --score."""
-    return {
-        "mask": None if mask is None else read_formula("--mask", mask, "bhij", at),
+    """Returns the options mask= and score= of --mask and --score; `at`: of one item b and head h, alone in a call."""
+    found = {
+        "mask": None if mask is None else read_formula("--mask", mask, "bhij"),
         "score": None if score is None else read_formula("--score", score, "sbhij"),
     }
+    offsets = {name: (1, n) for name, n in (at or {}).items()}
+    return {name: substituted(x, offsets) if isinstance(x, sl.Expression) else x for name, x in found.items()}
 
 
 def _inlined(pattern: Any) -> Any:

@@ -16,28 +16,8 @@ from ..errors import ArgumentError, FileError
 from ..host import machine
 from ..problem.operands import Strides
 from ..problem.plan import Roofs, size_text
-from .options import (
-    Backward,
-    Batch,
-    Causal,
-    Dropout,
-    Dtype,
-    HeadDim,
-    Json,
-    KLen,
-    KvHeads,
-    Mask,
-    QHeads,
-    QLen,
-    Score,
-    Seed,
-    Unit,
-    ValueDim,
-    Window,
-    check_seed,
-    hidden_by,
-    on_unit,
-)
+from . import options as opt
+from .options import check_seed, hidden_by, on_unit
 from .reports import print_json, print_rows, progress
 
 
@@ -46,8 +26,8 @@ def info(
         bool, typer.Option("--measure", help="Measure peak and bandwidth again; the best that was seen is kept.")
     ] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Delete the kernels that were kept.")] = False,
-    isa: Unit = None,
-    as_json: Json = False,
+    isa: opt.Unit = None,
+    as_json: opt.Json = False,
 ) -> None:
     """This machine: vector unit, threads, measured peaks and bandwidth, and the kernels that are kept."""
     from ..cpu.runtime import compile, workers
@@ -126,7 +106,7 @@ def bf16_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
-    """Of each dtype that has a peak of its own: those that were kept, or measured again."""
+    """Returns roofs of each dtype that has a peak of its own: those that were kept, or measured again."""
     from ..cpu.runtime import roof
 
     kinds = {"float32": "f32", "float64": "f64"} | ({"bfloat16": "bf16"} if unit.product("bf16") == "pairs" else {})
@@ -139,28 +119,28 @@ def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
 
 
 def show(
-    q_len: QLen = 4096,
-    k_len: KLen = None,
-    batch: Batch = 1,
-    q_heads: QHeads = 8,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = 64,
-    value_dim: ValueDim = None,
-    dtype: Dtype = "float32",
-    causal: Causal = False,
-    window: Window = None,
-    mask: Mask = None,
-    score: Score = None,
-    dropout: Dropout = 0.0,
-    seed: Seed = None,
-    backward: Backward = False,
-    isa: Unit = None,
+    q_len: opt.QLen = 4096,
+    k_len: opt.KLen = None,
+    batch: opt.Batch = 1,
+    q_heads: opt.QHeads = 8,
+    kv_heads: opt.KvHeads = None,
+    head_dim: opt.HeadDim = 64,
+    value_dim: opt.ValueDim = None,
+    dtype: opt.Dtype = "float32",
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    mask: opt.Mask = None,
+    score: opt.Score = None,
+    dropout: opt.Dropout = 0.0,
+    seed: opt.Seed = None,
+    backward: opt.Backward = False,
+    isa: opt.Unit = None,
     ir: Annotated[bool, typer.Option("--ir", help="Print the LLVM IR.")] = False,
     assembly: Annotated[bool, typer.Option("--asm", help="Print the assembly.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where to write the IR or assembly instead.")
     ] = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """The kernel that a call would run: its name, size and registers; its IR or its assembly.
 
@@ -203,7 +183,7 @@ def show(
 
 
 def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> dict[str, Any]:
-    """What is known of a kernel, for --json."""
+    """Returns a kernel's figures, for --json."""
     functions, unit = _functions(listing), shape.isa
     return {
         "kernel": symbol, "isa": unit.name, "runs_here": unit in machine.host_isas(),
@@ -217,7 +197,7 @@ def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> 
 
 
 def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
-    """The same as lines of a table."""
+    """Returns a kernel's figures as lines of a table."""
     panels = f"{report['panels']} panels share" if report["panels"] > 1 else "a panel at a time takes"
     tile = f"{report['lanes_are']} in lanes; {panels} a tile of keys"
     if report["tile_rows"]:
@@ -249,7 +229,7 @@ def _registers(listing: str, unit: machine.Isa) -> int:
 
 
 def _functions(listing: str) -> dict[str, tuple[int, int]]:
-    """Of each function in an assembly listing: instructions, and vector registers stored to the stack."""
+    """Counts instructions of each function in an assembly listing, and vector registers stored to the stack."""
     found: dict[str, tuple[int, int]] = {}
     name = None
     for line in listing.splitlines():

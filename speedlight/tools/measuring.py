@@ -1,276 +1,238 @@
-"""Measuring in turn, A B A B, and the libraries that attention is measured against."""
+"""The one harness of all measurements: calls in alternation, results held to their error bounds, rows of figures."""
 
 from __future__ import annotations
 
-import importlib
+import functools
+import platform
+import statistics
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 import speedlight as sl
 
+from ..cpu.runtime import roof
+from ..cpu.runtime.tuned import tuning_of
 from ..host import machine
+from ..host.tunings import FAMILIES
+from .peers import PEERS, Asked, Call, usable
 
-Call = Callable[[], Any]
-Peer = Callable[[str, list[np.ndarray], bool], Call | None]
+PEER_SLACK = 64  # error bounds that a peer may be away from float64: PyTorch rounds scores to float16, 24 of them
+_LONG = 0.5  # seconds from which a call is not warmed up by another one
 
-
-def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    return [rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3)]
+# --- time
 
 
-def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool, window: Any = None) -> str | None:
-    """One head against the oracle, every element inside its bound."""
-    one = [x[:, :1, -256:] if i == 0 else x[:, :1] for i, x in enumerate(arrays)]
-    want = sl.reference.attention(*one, causal=causal, window=window)
-    dot = machine.current_isa().product("bf16") == "pairs" and arrays[0].dtype.name == "bfloat16"
-    bound = sl.reference.error_bound(*one, causal=causal, window=window, dot=dot).out
-    right = np.abs(out[:, :1, -256:].astype(np.float64) - want) <= bound
-    return None if right.all() else f"{(~right).sum()} elements outside the bound"
-
-
-def with_gradients(arrays: list[np.ndarray], causal: bool) -> list[np.ndarray]:
-    """What a backward call is given beside q, k and v: out, lse, and what flows into out."""
-    out, lse = sl.attention(*arrays, causal=causal, return_lse=True)
-    return [*arrays, out, lse, np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)]
-
-
-def check_gradients(arrays: list[np.ndarray], got: tuple[np.ndarray, ...], causal: bool) -> str | None:
-    """One head against the oracle, every element inside its bound: dq of the last rows, dk and dv of the first keys.
-
-    Those depend on all keys, and on all rows; the lse that is given may be of more keys than there are.
-    """
-    q, k, v, out, lse, d_out = (x[:, :1] for x in arrays)
-    n, dot = q.shape[2], machine.current_isa().product("bf16") == "pairs" and q.dtype.name == "bfloat16"
-    rows, keys = slice(max(0, n - 256), n), slice(0, 256)
-    ends = [x[:, :, rows] for x in (q, out, lse, d_out)]
-    by_rows = (ends[0], k, v, *ends[1:]), {"causal": causal, "q_start": rows.start}
-    by_keys = (q, k[:, :, keys], v[:, :, keys], out, lse, d_out), {"causal": causal, "q_start": 0}
-    wrong = 0
-    for (given, options), some in ((by_rows, {0: rows}), (by_keys, {1: keys, 2: keys})):
-        want = sl.reference.backward(*given, **options)
-        bound = sl.reference.backward_bound(*given, dot=dot, **options)
-        for at, part in some.items():
-            error = np.abs(got[at][:, :1, part].astype(np.float64) - want[at])
-            wrong += int((~(error <= bound[at])).sum())
-    return f"{wrong} elements outside the bound" if wrong else None
-
-
-def measure(
-    calls: dict[str, Call], turns: int, peak: Callable[[], float]
-) -> tuple[dict[str, list[float]], list[float]]:
-    """A B A B: every call in every turn, repeated until a sample lasts 20 ms."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        repeats[name] = max(1, min(400, round(0.02 / (time.perf_counter() - start))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    peaks = []
+def alternate(samples: Mapping[str, Callable[[], float]], turns: int, *, first: int = 0) -> dict[str, list[float]]:
+    """Takes a sample of each in every turn, A B A B; a turn begins with number `first`."""
+    names = list(samples)
+    found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(turns):
-        peaks.append(peak())
-        for name, call in calls.items():
-            settle()
-            call()
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                call()
-            times[name].append((time.perf_counter() - start) / repeats[name])
-    return times, peaks
+        for at in range(len(names)):
+            name = names[(first + at) % len(names)]
+            found[name].append(samples[name]())
+    return found
 
 
-def settle(seconds: float = 0.03) -> None:
-    """The threads of the library before spin for a while.
+def seconds_of(call: Call, count: int = 1) -> float:
+    """Returns the mean seconds of so many calls."""
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
 
-    Asleep we might wake on the core of a thread of our own: stay awake.
-    """
+
+def stay_awake(seconds: float = 0.03) -> None:
+    """Spins while the threads of the library before still spin: asleep we might wake on the core of one of ours."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
 
 
-def name_of(dtype: str, heads: int, n: int, d: int, causal: bool, backward: bool = False) -> str:
-    """A problem in one line."""
-    return f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}{' backward' * backward}"
+def sampler(
+    call: Call, *, seconds: float = 0.02, most: int = 400, clock: Callable[[Call, int], float] = seconds_of
+) -> Callable[[], float]:
+    """Returns what takes a sample: the mean of as many calls as last `seconds`, after one that warms caches."""
+    call()
+    once = clock(call, 1)
+    count = max(1, min(most, round(seconds / max(once, 1e-7))))
+
+    def sample() -> float:
+        stay_awake()
+        if once < _LONG:
+            call()
+        return clock(call, count)
+
+    return sample
 
 
-def quantiles(times: list[float]) -> list[float]:
-    """Least, quartiles, most."""
-    return [float(x) for x in np.quantile(times, (0, 0.25, 0.5, 0.75, 1))]
+def measure(
+    calls: Mapping[str, Call], turns: int, peak: Callable[[], float] | None = None, **how: Any
+) -> dict[str, list[float]]:
+    """Returns seconds of each call, turn after turn, and "peak" of the same turns; `how` is sampler's."""
+    samples = {} if peak is None else {"peak": peak}
+    return alternate(samples | {name: sampler(call, **how) for name, call in calls.items()}, turns)
 
 
-def peers(
-    dtype: str,
-    arrays: list[np.ndarray],
-    causal: bool,
-    names: Iterable[str] | None = None,
-    table: dict[str, Peer] | None = None,
-) -> tuple[dict[str, Call], dict[str, str]]:
-    """Every installed peer that can do this, with its inputs already in its own form; and why the others cannot.
+def quantiles(times: Iterable[float]) -> list[float]:
+    """Returns the least, the quartiles and the most."""
+    return [float(x) for x in np.quantile(list(times), (0, 0.25, 0.5, 0.75, 1))]
 
-    Of PEERS, unless another table is given.
+
+def ratios(times: Mapping[str, list[float]], to: str = "speedlight") -> dict[str, list[float]]:
+    """Returns quantiles of the others' times over ours, turn by turn, so that what slows both down does not count."""
+    return {
+        name: quantiles(a / b for a, b in zip(some, times[to], strict=True))
+        for name, some in times.items()
+        if name != to
+    }
+
+
+# --- right results
+
+
+def as_float64(x: Any) -> np.ndarray:
+    """Returns anybody's result, a list's first, as a float64 array."""
+    if isinstance(x, (list, tuple)) or hasattr(x, "to_tuple"):  # which OpenVINO's have
+        x = x[0]
+    if hasattr(x, "detach"):
+        x = x.detach().cpu().double().numpy()
+    return np.asarray(x).astype(np.float64)
+
+
+def wrong(
+    got: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    heads: int = 1,
+    rows: int = 256,
+    slack: float = 1,
+    arithmetic: dict[str, Any] | None = None,
+    **options: Any,
+) -> str | None:
+    """Says how many elements, of the last rows of the first heads, are outside the error bound; None if none is.
+
+    slack: bounds that an element may be away. arithmetic: error_bound()'s options, if not of arrays on the CPU. The
+    other options are attention()'s.
     """
-    found: dict[str, Call] = {}
-    missing: dict[str, str] = {}
-    table = PEERS if table is None else table
-    for name in table if names is None else names:
+    rows, kv_heads = min(rows, q.shape[2]), -(-heads * k.shape[1] // q.shape[1])
+    few = [_on_host(x) for x in (q[:1, :heads, -rows:], k[:1, :kv_heads], v[:1, :kv_heads])]
+    want = sl.reference.attention(*few, **options)
+    bound = sl.reference.error_bound(*few, **(arithmetic or {"dot": is_dot(q)}), **options).out
+    return _outside([(as_float64(got)[:1, :heads, -rows:], want, bound * slack)])
+
+
+def wrong_gradients(
+    got: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *, slack: float = 1, **options: Any
+) -> str | None:
+    """Says how many elements, of dq in the last rows and dk and dv in the first keys of a head, are outside the bound.
+
+    Those depend on all keys, and on all rows; the lse that is given may be of more keys than there are.
+    """
+    q, k, v, out, lse, d_out = (_on_host(x[:, :1]) for x in (q, k, v, out, lse, d_out))
+    last, first = slice(max(0, q.shape[2] - 256), q.shape[2]), slice(0, 256)
+    by_rows = (q[:, :, last], k, v, out[:, :, last], lse[:, :, last], d_out[:, :, last])
+    by_keys = (q, k[:, :, first], v[:, :, first], out, lse, d_out)
+    checked = []
+    for given, start, parts in ((by_rows, last.start, {0: last}), (by_keys, 0, {1: first, 2: first})):
+        want = sl.reference.backward(*given, q_start=start, **options)
+        bound = sl.reference.backward_bound(*given, q_start=start, dot=is_dot(q), **options)
+        checked += [(as_float64(got[n])[:, :1, part], want[n], bound[n] * slack) for n, part in parts.items()]
+    return _outside(checked)
+
+
+def is_dot(q: Any) -> bool:
+    """Returns whether the CPU's engine multiplies pairs of bfloat16 here."""
+    return str(q.dtype).endswith("bfloat16") and machine.current_isa().product("bf16") == "pairs"
+
+
+def _on_host(x: Any) -> Any:
+    return x.detach().cpu() if hasattr(x, "detach") else x
+
+
+def _outside(results: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> str | None:
+    total = sum(got.size for got, *_ in results)
+    outside = sum(int((~(np.abs(got - want) <= bound)).sum()) for got, want, bound in results)
+    return f"{outside} of {total} elements outside the bound" if outside else None
+
+
+# --- rows
+
+
+class Problem(NamedTuple):
+    """Attention of a tensor over itself, one item, as many heads of keys as of queries."""
+
+    dtype: str
+    heads: int
+    length: int
+    head_dim: int
+    causal: bool
+    backward: bool = False
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.dtype} H{self.heads} N{self.length} d{self.head_dim} {mask}{' backward' * self.backward}"
+
+
+def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
+    """Returns q, k and v, [1, heads, n, d], of normal numbers."""
+    rng = np.random.default_rng(0)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    return [rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3)]
+
+
+def row_of(problem: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]:
+    """Measures a problem beside peers of these names; a result that is wrong leaves "refused" alone."""
+    arrays, options = tensors(*problem[:4]), {"causal": problem.causal}
+    plan, held = sl.plan(*arrays, backward=problem.backward, **options), wrong
+    call: Call = lambda: sl.attention(*arrays, **options)  # noqa: E731
+    if problem.backward:
+        out, lse = sl.attention(*arrays, return_lse=True, **options)
+        arrays += [out, lse, np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)]
+        call, held = lambda: sl.attention_backward(*arrays, **options), wrong_gradients
+    row = {"name": problem.name} | problem._asdict()
+    if refused := held(call(), *arrays, **options):
+        return row | {"refused": refused}
+    asked = Asked(*arrays[:3], causal=problem.causal, d_out=arrays[5] if problem.backward else None)
+    peers = {name: PEERS[name] for name in names}
+    others, notes = usable(peers, asked, lambda got: held(got, *arrays, slack=PEER_SLACK, **options))
+    isa, threads = machine.current_isa(), sl.get_threads()
+    kind = "f64" if problem.dtype == "float64" else "bf16" if is_dot(arrays[0]) else "f32"
+    times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))
+    peak, flops = statistics.median(times.pop("peak")), plan.flops or 0
+    speed = flops / statistics.median(times["speedlight"])
+    return row | {
+        "kernel": plan.kernel, "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written,
+        "gflops": speed / 1e9, "peak": peak / 1e9, "share_of_peak": speed / peak,
+        "read_bandwidth": _read_bandwidth(isa, threads), "seconds": {x: quantiles(t) for x, t in times.items()},
+        "ratios": ratios(times), "notes": notes,
+    }  # fmt: skip
+
+
+@functools.cache
+def _read_bandwidth(isa: machine.Isa, threads: int) -> float:
+    return roof.bandwidth(isa, threads, 512 << 20)
+
+
+def about(*packages: str) -> dict[str, Any]:
+    """Returns the machine, whence its schedules come, versions and the time: the head of a report."""
+    versions = {"python": platform.python_version(), "speedlight": sl.__version__}
+    for package in ("numpy", "llvmlite", "torch", "onnxruntime", "openvino", "jax", *packages):
         try:
-            call = table[name](dtype, arrays, causal)
-            if call is None:
-                missing[name] = f"does not take {dtype}"
-                continue
-            call()
-            found[name] = call
-        except ImportError as error:
-            missing[name] = f"not installed ({error.name})"
-        except Exception as error:
-            missing[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
-    return found, missing
-
-
-def farthest(theirs: Any, got: np.ndarray | tuple[np.ndarray, ...]) -> float:
-    """How far a peer's result is from ours; of gradients, which grow with the lengths, relative to the largest."""
-    if isinstance(got, np.ndarray):
-        return float(np.abs(as_numpy(theirs) - got.astype(np.float64)).max())
-    ours = [x.astype(np.float64) for x in got]
-    return max(float((np.abs(as_numpy(a) - b) / np.abs(b).max()).max()) for a, b in zip(theirs, ours, strict=True))
-
-
-def as_numpy(out: Any) -> np.ndarray:
-    """A peer's result, in our layout, as float64."""
-    if isinstance(out, (list, tuple)):
-        out = out[0]
-    if hasattr(out, "detach"):
-        out = out.detach().double().numpy()
-    elif hasattr(out, "to_tuple"):  # OpenVINO's
-        out = out[0]
-    return np.asarray(out).astype(np.float64)
-
-
-def _torch(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
-    import torch
-
-    torch.set_num_threads(sl.get_threads())
-    kind = getattr(torch, dtype)
-    q, k, v = (torch.from_numpy(x.astype(np.float64)).to(kind) for x in arrays)
-
-    def call() -> Any:
-        with torch.no_grad():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return call
-
-
-def _torch_backward(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
-    """What its backward pass alone takes, of a forward pass that stays."""
-    import torch
-
-    torch.set_num_threads(sl.get_threads())
-    kind = getattr(torch, dtype)
-    q, k, v, _, _, d_out = (torch.from_numpy(x.astype(np.float64)).to(kind) for x in arrays)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return lambda: torch.autograd.grad(out, inputs, d_out, retain_graph=True)
-
-
-def _onnxruntime(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
-    if dtype != "float32":
-        return None
-    ort, onnx = (importlib.import_module(n) for n in ("onnxruntime", "onnx"))
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    _, heads, n, d = arrays[0].shape
-    feeds = {
-        x: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).reshape(1, n, heads * d)
-        for x, a in zip("qkv", arrays, strict=True)
-    }
-    node = helper.make_node(
-        "MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads, unidirectional=int(causal)
-    )
-    infos = [helper.make_tensor_value_info(x, kind, a.shape) for x, a in feeds.items()]
-    graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("o", kind, None)])
-    model = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10
-    )
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = sl.get_threads()
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    shape = 1, n, heads, d
-    return lambda: session.run(None, feeds)[0].reshape(shape).swapaxes(1, 2)
-
-
-def openvino(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
-    """Inputs in float32 with a precision hint: that is how OpenVINO runs bf16."""
-    if dtype not in ("float32", "bfloat16"):
-        return None
-    ov, op = (importlib.import_module(n) for n in ("openvino", "openvino.opset13"))
-    inputs = [x.astype(np.float32) for x in arrays]
-    parameters = [op.parameter(list(x.shape), np.float32) for x in inputs]
-    model = ov.Model([op.scaled_dot_product_attention(*parameters, causal=causal)], parameters)
-    hints = {
-        "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype],
-        "INFERENCE_NUM_THREADS": sl.get_threads(),
-    }
-    request = ov.Core().compile_model(model, "CPU", hints).create_infer_request()
-    return lambda: request.infer(inputs, share_inputs=True)
-
-
-def flex(arrays: list[np.ndarray], mask: Any, score: Any) -> dict[str, Call]:
-    """Compiled FlexAttention, warm; nothing where it is not there or cannot be compiled."""
-    try:
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        torch._dynamo.reset()
-        torch.set_num_threads(sl.get_threads())
-        q, k, v = (torch.from_numpy(x) for x in arrays)
-        n = q.shape[2]
-        block = create_block_mask(mask, None, None, n, n, device="cpu") if mask else None
-        run = torch.compile(flex_attention)
-        call = lambda: run(q, k, v, block_mask=block, score_mod=score)  # noqa: E731
-        with torch.no_grad():
-            call()
-        return {"flex": lambda: without_grad(call)}
-    except Exception as error:
-        print(f"  (FlexAttention: {type(error).__name__}: {str(error)[:100]})")
-        return {}
-
-
-def _flex(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
-    """Compiled for this very shape, warm."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._dynamo.reset()
-    torch.set_num_threads(sl.get_threads())
-    q, k, v = (torch.from_numpy(x.astype(np.float64)).to(getattr(torch, dtype)) for x in arrays)
-    n = q.shape[2]
-    block = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device="cpu") if causal else None
-    run = torch.compile(flex_attention)
-    return lambda: without_grad(lambda: run(q, k, v, block_mask=block))
-
-
-def _jax(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
-    jax = importlib.import_module("jax")
-    jax.config.update("jax_enable_x64", dtype == "float64")
-    q, k, v = (jax.numpy.asarray(x.swapaxes(1, 2)) for x in arrays)
-    run = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal).swapaxes(1, 2))
-    return lambda: run(q, k, v).block_until_ready()
-
-
-PEERS: dict[str, Peer] = {
-    "torch": _torch, "flex": _flex, "onnxruntime": _onnxruntime, "openvino": openvino, "jax": _jax,
-}  # fmt: skip
-BACKWARD_PEERS: dict[str, Peer] = {"torch": _torch_backward}
-
-
-def without_grad(call: Call) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return call()
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    isa = machine.current_isa()
+    return {
+        "machine": machine.cpu_name(), "family": FAMILIES[machine.cpu_family()], "threads": sl.get_threads(),
+        "isa": isa.name, "schedule": tuning_of(isa).origin._asdict(), "versions": versions,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip

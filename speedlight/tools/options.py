@@ -11,94 +11,59 @@ from typing import Annotated, Any
 import typer
 
 from ..arrays.array import DTYPES
-from ..distributed.model import METHODS
-from ..distributed.shardings import SHARDS
 from ..errors import ArgumentError, how_to_install
 from ..host import machine
 from ..problem.problem import LAYOUTS
+from ..problem.rank_plan import METHODS
+from ..problem.shardings import SHARDS
 from .formula import read_formulas
-
-OLD = {"length": "q-len", "keys": "k-len", "heads": "q-heads"}  # names that some options had; they still do
 
 
 def one_of(*names: str) -> Callable[[str], list[str]]:
-    """What a shell completes a value to."""
+    """Returns the function by which a shell completes a value."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+def _option(name: str, text: str, *values: str) -> Any:
+    """Returns an option of this name and help; shells complete it to one of the values."""
+    return typer.Option(name, help=text, autocompletion=one_of(*values) if values else None)
 
 
 _UNITS, _DTYPES = [isa.name for isa in machine.ISAS], tuple(DTYPES)
 
-Batch = Annotated[int, typer.Option("--batch", help="Sequences.")]
-QLen = Annotated[int, typer.Option("--q-len", help="Queries of a sequence.")]
-KLen = Annotated[
-    int | None, typer.Option("--k-len", help="Keys; default as many as queries. The last query is at the last key.")
-]
-QHeads = Annotated[int, typer.Option("--q-heads", help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; default as many.")]
-HeadDim = Annotated[int, typer.Option("--head-dim", help="Elements of a query and a key.")]
-ValueDim = Annotated[int | None, typer.Option("--value-dim", help="Elements of a value; default --head-dim.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="float32, float64, float16 or bfloat16.", autocompletion=one_of(*_DTYPES))
-]
-Layout = Annotated[
-    str,
-    typer.Option(
-        "--layout",
-        help="bhld, blhd, hld, or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k).",
-        autocompletion=one_of(*LAYOUTS),
-    ),
-]
+Batch = Annotated[int, _option("--batch", "Sequences.")]
+QLen = Annotated[int, _option("--q-len", "Queries of a sequence.")]
+KLen = Annotated[int | None, _option("--k-len", "Keys; default as many as queries. The last query is at the last key.")]
+QHeads = Annotated[int, _option("--q-heads", "Query heads.")]
+KvHeads = Annotated[int | None, _option("--kv-heads", "Heads of keys and values; default as many.")]
+HeadDim = Annotated[int, _option("--head-dim", "Elements of a query and a key.")]
+ValueDim = Annotated[int | None, _option("--value-dim", "Elements of a value; default --head-dim.")]
+Dtype = Annotated[str, _option("--dtype", "float32, float64, float16 or bfloat16.", *_DTYPES)]
+_LAYOUT = "bhld, blhd, hld, or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k)."
+Layout = Annotated[str, _option("--layout", _LAYOUT, *LAYOUTS)]
 Causal = Annotated[bool, typer.Option("--causal", help="Hide keys after the query, aligned at the end.")]
-Window = Annotated[
-    str | None,
-    typer.Option("--window", help="LEFT,RIGHT: hide keys farther before and after the query; '1023,0' leaves 1,024."),
-]
-Mask = Annotated[
-    str | None,
-    typer.Option(
-        "--mask", help="Which keys are seen: 'causal() & window(1024, 0)', or in b, h, i, j: '(i - j) % 2 == 0'."
-    ),
-]
-Score = Annotated[
-    str | None,
-    typer.Option("--score", help="What becomes of a score s: 'softcap(30)', or '30 * tanh(s / 30) - abs(i - j)'."),
-]
-Dropout = Annotated[float, typer.Option("--dropout", help="How likely a weight is dropped after the softmax.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Of --dropout: says which weights are dropped.")]
+_WINDOW = "LEFT,RIGHT: hide keys farther before and after the query; '1023,0' leaves 1,024."
+Window = Annotated[str | None, _option("--window", _WINDOW)]
+_MASK = "Which keys are seen: 'causal() & window(1024, 0)', in b, h, i, j: '(i - j) % 2 == 0', or file.py:name."
+Mask = Annotated[str | None, _option("--mask", _MASK)]
+_SCORE = "What becomes of a score s: 'softcap(30)', '30 * tanh(s / 30)', or file.py:name."
+Score = Annotated[str | None, _option("--score", _SCORE)]
+Dropout = Annotated[float, _option("--dropout", "How likely a weight is dropped after the softmax.")]
+Seed = Annotated[int | None, _option("--seed", "Of --dropout: says which weights are dropped.")]
 Backward = Annotated[bool, typer.Option("--backward", help="Of attention_backward().")]
-Device = Annotated[str, typer.Option("--device", help="cpu, or cuda for a GPU.", autocompletion=one_of("cpu", "cuda"))]
-Unit = Annotated[
-    str | None,
-    typer.Option(
-        "--isa", help=f"The vector unit: {', '.join(_UNITS)}. Default the best here.", autocompletion=one_of(*_UNITS)
-    ),
-]
-Ranks = Annotated[
-    int | None, typer.Option("--ranks", help="Also what it takes over so many processes, each on a machine like this.")
-]
-LinkBandwidth = Annotated[
-    float | None,
-    typer.Option("--link-bandwidth", help="Of --ranks: bytes per second of a rank's link. Default 12.5e9, assumed."),
-]
-Latency = Annotated[
-    float | None, typer.Option("--latency", help="Of --ranks: seconds until the first byte. Default 1e-5, assumed.")
-]
-ShardBy = Annotated[
-    str,
-    typer.Option(
-        "--shard",
-        help=f"Of --ranks: {', '.join(SHARDS)}, or auto, the fastest.",
-        autocompletion=one_of("auto", *SHARDS),
-    ),
-]
-Method = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        help=f"Of --ranks: {', '.join(METHODS)}, or auto, the fastest.",
-        autocompletion=one_of("auto", *METHODS),
-    ),
-]
+Device = Annotated[str, _option("--device", "cpu, or cuda for a GPU.", "cpu", "cuda")]
+_UNIT = f"The vector unit: {', '.join(_UNITS)}. Default the best here."
+Unit = Annotated[str | None, _option("--isa", _UNIT, *_UNITS)]
+_RANKS = "Also what it takes over so many processes, each on a machine like this."
+Ranks = Annotated[int | None, _option("--ranks", _RANKS)]
+_LINK = "Of --ranks: bytes per second of a rank's link. Default 12.5e9, assumed."
+LinkBandwidth = Annotated[float | None, _option("--link-bandwidth", _LINK)]
+_LATENCY = "Of --ranks: seconds until the first byte. Default 1e-5, assumed."
+Latency = Annotated[float | None, _option("--latency", _LATENCY)]
+_SHARD = f"Of --ranks: {', '.join(SHARDS)}, or auto, the fastest."
+ShardBy = Annotated[str, _option("--shard", _SHARD, "auto", *SHARDS)]
+_METHOD = f"Of --ranks: {', '.join(METHODS)}, or auto, the fastest."
+Method = Annotated[str, _option("--method", _METHOD, "auto", *METHODS)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -128,7 +93,7 @@ def window_of(text: str | None) -> tuple[int | None, int | None] | None:
 
 
 def check_seed(dropout: float, seed: int | None) -> None:
-    """Whoever drops weights says which."""
+    """Raises unless a seed says which weights are dropped."""
     if dropout and seed is None:
         raise ArgumentError(
             "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7."

@@ -1,4 +1,4 @@
-"""What every command prints: a table of names and texts, or one JSON object; and how far a long one is."""
+"""The output of commands: a table of names and texts, or one JSON object; and a bar while a long one runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..distributed.model import Spread
 from ..errors import FileError
 from ..problem.plan import Plan
+from ..problem.rank_plan import Spread
 
 _VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
 
 
 def console() -> Console:
-    """Of the terminal's width; into a pipe or a file nothing is cut."""
+    """Returns a console of the terminal's width; into a pipe or a file nothing is cut."""
     return Console() if _has_width() else Console(width=200)
 
 
@@ -47,13 +47,13 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def print_json(report: Any) -> None:
-    """On one line. JSON has no infinities: those, and NaN, are null."""
+    """Prints a report on one line; infinities and NaN, which JSON lacks, are null."""
     finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
     print(json.dumps(finite, ensure_ascii=False))
 
 
 def write_json(output: Path, report: Any) -> None:
-    """Into the file that --output names."""
+    """Writes a report into the file that --output names."""
     try:
         output.write_text(json.dumps(report, indent=1) + "\n")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a CPU wants of schedules: candidates in turn, A B A B, on the same problems, beside the row that ships.
+"""Trials of schedules on this CPU: candidates in turn, A B A B, on the same problems, beside the row that ships.
 
 A candidate is taken where it is faster beyond noise: in each turn its gain is the geometric mean over all problems; it
 counts with the turn below which the median lies with a chance of 1 % at most, and once more, alone, in turns of its
@@ -7,6 +7,7 @@ own. Results must have the same bits.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -28,6 +29,7 @@ from ..problem.operands import Dense, Rows
 from ..problem.problem import Options
 from ..problem.tokens import Piece, TokenShape
 from ..problem.windows import Ring
+from .measuring import alternate, seconds_of
 
 TURNS, LEAST_TURNS = 11, 7  # below seven no turn is sure enough
 _GAIN, _LOSS = 1.01, 0.97  # a candidate gains so much at least, and on no problem becomes slower than that
@@ -55,7 +57,7 @@ class Trial(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How many times as fast a candidate is: the median of turns, the turn that counts, and on its worst problem."""
+    """A candidate's speed-up: the median of turns, the turn that counts, and on its worst problem."""
 
     gain: float
     least: float
@@ -67,7 +69,7 @@ class Verdict(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a trial: each candidate's verdict; which one was kept, if any, and what it gained when it was tried alone."""
+    """A trial's verdicts; which candidate was kept, if any, and what it gained when it was tried alone."""
 
     trial: str
     verdicts: dict[str, Verdict]
@@ -79,14 +81,14 @@ Times = list[list[float]]  # of each problem, turn after turn
 
 
 def verdict(before: Times, after: Times) -> Verdict:
-    """Of the times of what stands and of a candidate."""
+    """Compares the times of the schedule that stands and of a candidate."""
     ratios = [[b / a for b, a in zip(x, y, strict=True)] for x, y in zip(before, after, strict=True)]
     turns = sorted(statistics.geometric_mean(turn) for turn in zip(*ratios, strict=True))
     return Verdict(statistics.median(turns), turns[_sure(len(turns))], min(map(statistics.median, ratios)))
 
 
 def _sure(turns: int) -> int:
-    """Which of sorted turns the median is below in one of a hundred cases at most; the first where there are few."""
+    """Returns which of sorted turns the median is below in 1 of 100 cases at most; the first where there are few."""
     chance, found = 0.5**turns, 0
     while chance + math.comb(turns, found + 1) * 0.5**turns <= 0.01:
         found += 1
@@ -97,8 +99,8 @@ def _sure(turns: int) -> int:
 def try_all(
     isa: Isa, tuning: Tuning, turns: int, seconds: float, advance: Callable[[], None]
 ) -> Iterator[tuple[Outcome, Tuning]]:
-    """Every trial of a vector unit, each on top of what those before it found, and what is found then; none begins
-    after so many seconds.
+    """Runs every trial of a vector unit, each on top of what those before it found; none begins after so many
+    seconds.
     """
     end = time.perf_counter() + seconds
     for trial in trials_of(isa):
@@ -140,36 +142,29 @@ def _compare(trial: str, runs: dict[str, list[Run]]) -> None:
 
 
 def measured(runs: dict[str, list[Run]], turns: int) -> dict[str, Times]:
-    """Problem after problem, each candidate in every turn, beginning with another one each time."""
-    names, repeats = list(runs), [_repeats(run) for run in runs[""]]
-    times: dict[str, Times] = {name: [[] for _ in repeats] for name in names}
+    """Returns times of problem after problem, each candidate in every turn, beginning with another one each time."""
+    repeats = [max(1, round(_SAMPLE / min(_sample(run, 1) for _ in range(3)))) for run in runs[""]]
+    times: dict[str, Times] = {name: [[] for _ in repeats] for name in runs}
     for turn in range(turns):
         for case, count in enumerate(repeats):
-            for at in range(len(names)):
-                name = names[(turn + at) % len(names)]
-                times[name][case].append(_sample(runs[name][case], count))
+            samples = {name: functools.partial(_sample, some[case], count) for name, some in runs.items()}
+            for name, found in alternate(samples, 1, first=turn).items():
+                times[name][case] += found
     return times
 
 
-def _repeats(run: Run) -> int:
-    return max(1, round(_SAMPLE / min(_sample(run, 1) for _ in range(3))))
-
-
 def _sample(run: Run, count: int) -> float:
-    """Seconds of a call; where it is short, of several after one that warms caches."""
+    """Returns seconds of a call; where it is short, of several after one that warms caches."""
     if count > 1:
         run.call()
-    start = time.perf_counter()
-    for _ in range(count):
-        run.call()
-    return (time.perf_counter() - start) / count
+    return seconds_of(run.call, count)
 
 
 # --- problems
 
 
 def numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """The same 1,024 rows again and again: their values do not matter, but none is subnormal."""
+    """Returns 1,024 rows again and again: their values do not matter, but none is subnormal."""
     rows = np.random.default_rng(0).uniform(-1, 1, (1024, shape[-1])).astype(numpy_dtype(dtype))
     return np.resize(rows, shape)
 
@@ -181,14 +176,14 @@ def prefill(dtype: str, heads: int, n: int, d: int, causal: bool = False) -> Cas
 
 
 def own_step(dtype: str, n: int) -> Case:
-    """One token over the caller's own keys and values."""
+    """Prepares one token over the caller's own keys and values."""
     q, k = (numbers((1, heads, rows, _DIM), dtype) for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n)))
     v = k.copy()
     return lambda isa: _over_arrays(isa, q, k, v, "bhld", False)
 
 
 def adjoining_step(dtype: str, n: int) -> Case:
-    """… where heads adjoin."""
+    """Prepares one token over the caller's own keys and values, whose heads adjoin."""
     q, k = (numbers((1, rows, heads, _DIM), dtype) for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n)))
     v = k.copy()
     return lambda isa: _over_arrays(isa, q, k, v, "blhd", False)
@@ -204,7 +199,7 @@ def _over_arrays(isa: Isa, q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: 
 
 
 def cached_step(dtype: str, n: int, heads: int = _HEADS) -> Case:
-    """One token over a cache."""
+    """Prepares one token over a cache."""
     kind = "float32" if dtype == "int8" else dtype
     storage = CacheStorage(TokenShape(1, heads, _DIM, _DIM, dtype), 1, n, Ring(), "cpu")
     k = numbers((1, heads, n, _DIM), kind)
@@ -224,7 +219,7 @@ def cached_step(dtype: str, n: int, heads: int = _HEADS) -> Case:
 
 
 def trials_of(isa: Isa) -> list[Trial]:
-    """Those that matter to a vector unit."""
+    """Returns the trials that matter to a vector unit."""
     trials = [*_blocks("float32", "fma")]
     if isa.product("bf16") == "pairs":
         trials += _blocks("bfloat16", "pairs")
@@ -258,7 +253,7 @@ def _blocks(dtype: str, part: str) -> Iterator[Trial]:
 
 
 def _worths(tuning: Tuning, part: str) -> dict[str, Parts]:
-    """How much panels of one, two and three vectors are worth to any family, with four and eight of them."""
+    """Returns what panels of one, two and three vectors are worth to any family, with four and eight of them."""
     now, found = getattr(tuning, part), {}
     for worth in dict.fromkeys(x.worth for t in TUNINGS.values() for x in (t.fma, t.pairs)):
         best = sorted((1, 2, 3), key=lambda n: -worth[n - 1])

@@ -112,7 +112,7 @@ def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
 
 
 def _text(outcome: Any) -> str:
-    """What came of a trial."""
+    """Returns a trial's outcome in words."""
     if outcome.kept is not None:
         return f"{outcome.kept}: {outcome.confirmed.gain:.3f} times as fast, {outcome.confirmed.worst:.3f} at worst"
     best = max(outcome.verdicts, key=lambda name: outcome.verdicts[name].gain, default=None)
@@ -135,10 +135,10 @@ def _where(parts: dict[str, Any], path: Any, missed: bool) -> str:
 def _tune_gpu(dtype: str, head_dim: int, kind: str, turns: int, *, as_json: bool) -> None:
     """Prints the tiles: what gpu/tiles.py should say for this device."""
     engine.gpu("device", "device='cpu'").device_of("cuda")
-    from . import gpu
+    from . import gpu_tiles
 
     with progress("tiles", None):
-        measured = gpu.tune(dtype, head_dim, kind, turns)
+        measured = gpu_tiles.tune(dtype, head_dim, kind, turns)
     if as_json:
         print_json({"tiles": [{"seconds": seconds} | asdict(tile) for seconds, tile in measured]})
         return

@@ -13,11 +13,7 @@ from ..autograd.graphs import in_graph
 from ..errors.advice import explained
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by
-from ..problem.gradients import (
-    check_fresh,
-    followed,
-    tables_of,
-)
+from ..problem.gradients import check_fresh, followed, tables_of
 from ..problem.options import AttentionOptions, Causal, Int, Ints, Layout, Mask, Precision, Scores, Sinks, Window
 from ..problem.problem import Options, new_options, our_causal, our_layout, padded_alike
 

@@ -8,20 +8,21 @@ MUTATIONS = (
         "cpu/kernels/visibility.py",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 2)",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 1)",
-        "tests/test_attention.py tests/test_masks.py -k 'patterns or random_expressions'",
+        "tests/conformance/attention/test_attention.py "
+        "tests/conformance/attention/test_masks.py -k 'patterns or random_expressions'",
     ),
     Mutation(
         "i != j is taken for i < j",
         "expressions/bounds.py",
         'planes["ne"] = planes["lt"] + planes["gt"]',
         'planes["ne"] = planes["lt"]',
-        "tests/test_bounds.py",
+        "tests/expressions/test_bounds.py",
     ),
     Mutation(
         "the bounds of a difference are those of a sum",
         "expressions/operations.py",
         "return a[0] - b[1], a[1] - b[0]",
         "return a[0] - b[0], a[1] - b[1]",
-        "tests/test_bounds.py tests/test_integers.py -k 'sound or exact'",
+        "tests/expressions/test_bounds.py tests/expressions/test_integers.py -k 'sound or exact'",
     ),
 )

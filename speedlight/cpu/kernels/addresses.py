@@ -1,5 +1,5 @@
-"""Where the keys and values of a tile lie: side by side in an array, or page by page. A kernel reads addresses from a
-list.
+"""Addresses of the keys and values of a tile: side by side in an array, or page by page. A kernel reads addresses from
+a list.
 
 A page of a sequence is `page_size` tokens, at base + number · page_bytes. An item's numbers of pages are a list; from
 entry `page_fixed` on it is a ring of `page_ring` entries. An array without pages is one page that never ends.
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..language.vector import I64, PTR, Function, Module, Value, Variable, vec
+from ..language.prototypes import prototype
+from ..language.vector import I64, Function, Module, Value, Variable, vec
 from ..memory.records import ENDLESS, field
 
 _AT_ONCE = 8  # addresses of one store
-_WORDS = ("page_bytes", "row", "start", "end")
 
 
 def locate(module: Module, tokens: int) -> Any:
@@ -22,8 +22,7 @@ def locate(module: Module, tokens: int) -> Any:
 
     start and page_size are multiples of `tokens`, which lie side by side.
     """
-    params = {"a": PTR, "places": PTR, "pages": PTR, "base": PTR} | dict.fromkeys(_WORDS, I64)
-    k = module.function(f"locate_{tokens}", params, I64)
+    k = module.function(f"locate_{tokens}", prototype("a* places* pages* base* page_bytes row start end"), I64)
     p = k.p
     size, fixed, ring = (k.load(I64, p["a"], field(f"page_{n}")) for n in ("size", "fixed", "ring"))
     base = Value(k, k.b.ptrtoint(p["base"].x, I64))
@@ -41,7 +40,7 @@ def locate(module: Module, tokens: int) -> Any:
 
 
 def _locate_pages(k: Function, tokens: int, base: Value, steps: Value, regular: Variable) -> None:
-    """A page, and a number, for each entry; up to _AT_ONCE - 1 numbers past the last are read."""
+    """Finds a page, and a number, for each entry; up to _AT_ONCE - 1 numbers past the last are read."""
     p, step = k.p, k.p["row"] * tokens
     count = (p["end"] - p["start"] + (tokens - 1)) // tokens
     numbers = k.at(p["pages"], p["start"] // tokens * 8)
@@ -58,7 +57,9 @@ def _locate_pages(k: Function, tokens: int, base: Value, steps: Value, regular: 
 def _locate_run(
     k: Function, tokens: int, base: Value, steps: Value, ring_of: tuple[Value, ...], state: tuple[Variable, ...]
 ) -> None:
-    """The rest of a page from token `at` on. `expected`: the address at which it would go on where the last ended."""
+    """Finds the rest of a page from token `at` on. `expected`: the address at which it would go on where the last
+    ended.
+    """
     p, step = k.p, k.p["row"] * tokens
     (size, fixed, ring), (at, regular, expected) = ring_of, state
     here = at.get()

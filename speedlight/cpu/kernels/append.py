@@ -8,21 +8,22 @@ registers; where only some of its tokens are new, token by token.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
 
-from ...arrays.array import CODES, STORAGE_BYTES
-from ..language.conversions import load, to_float8, widened
+from ...arrays.array import STORAGE_BYTES
+from ..language.conversions import load, widened
 from ..language.functions import like, quotient
-from ..language.vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
+from ..language.prototypes import prototype
+from ..language.vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 from ..memory.records import APPEND, BLOCK, RUN
 from ..memory.shape import AppendShape
-from .task import Words, entry, region
+from ..memory.words import Words
+from .task import entry, region
 
 _RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
-_MOST_CODE = float(CODES["int8"])
-_WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
 _LEAST_SCALE = 2.0**-80  # from here on every step of a quotient that is not coded as 0 is a normal number
 _INFINITE = 0x7F800000  # as bits of a float32
 
@@ -39,7 +40,7 @@ def append_module(s: AppendShape, symbol: str) -> Module:
 
 
 def _task(module: Module, s: AppendShape, keys: Any, values: Any) -> Any:
-    """One ticket."""
+    """Writes what does one ticket."""
     k = module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
     a = Words(k, APPEND, k.p["a"])
     each, which = a.run_tickets, k.p["number"]
@@ -80,17 +81,15 @@ def _task(module: Module, s: AppendShape, keys: Any, values: Any) -> Any:
 
 
 def _block(module: Module, s: AppendShape, name: str) -> Any:
-    """New tokens become those from `low` to `high` of a block."""
-    params = {"source": PTR, "block": PTR} | dict.fromkeys(("low", "high", "row", "column", "dim", "ahead"), I64)
-    k = module.function(name, params | (dict.fromkeys(("to_row", "to_column"), I64) if s.raw else {}))
-    match s.stored, name:
+    """Writes what stores new tokens as those from `low` to `high` of a block."""
+    in_pages = " to_row to_column" * s.raw
+    k = module.function(name, prototype(f"source* block* low high row column dim ahead{in_pages}"))
+    match name:
         case _ if s.raw:
             return _InPages(k, s, name).tokens()
-        case "int8", _:
+        case _ if s.format.is_coded:
             block: Any = _Codes(k, s, name)
-        case "float8_e4m3fn", _:
-            block = _Float8(k, s, name)
-        case _, "keys":
+        case "keys":
             block = _Keys(k, s, name)
         case _ if s.pairs:
             block = _Pairs(k, s, name)
@@ -118,45 +117,47 @@ class _Elements:
         self.streams, self.in_lines = False, s.streams and (self.vector_bytes == 64 or not s.pairs)
 
     def at(self, row: Value, index: Value | int) -> Value:
-        """The address of an element."""
+        """Returns the address of an element."""
         step = self.k.p["column"] if self.source.strided else self.k.i64(self.size)
         return self.k.at(row, step * index)
 
     def row(self, token: int) -> Value:
-        """The address of a new token, of whole blocks."""
+        """Returns the address of a new token, of whole blocks."""
         return self.k.at(self.k.p["source"], self.k.p["row"] * token)
 
-    def gathered(self, t: ir.Type, read: Any, count: int) -> Value:
-        """What read(index) gives, in lanes."""
+    def gather(self, t: ir.Type, read: Any, count: int) -> Value:
+        """Returns what read(index) gives, in lanes."""
         x: Any = ir.Constant(vec(t, count), ir.Undefined)
         for lane in range(count):
             x = self.k.b.insert_element(x, read(lane).x, I32(lane))
         return Value(self.k, x)
 
     def elements(self, row: Value, index: Value, count: int) -> Value:
-        """So many elements, as integers."""
+        """Loads so many elements as integers; one alone where that is 0."""
         k, t = self.k, _RAW[self.size]
-        if not self.source.strided:
-            return k.load(vec(t, count), self.at(row, index))
-        return self.gathered(t, lambda lane: k.load(t, self.at(row, index + lane)), count)
+        if not self.source.strided or not count:
+            return k.load(vec(t, count) if count else t, self.at(row, index))
+        return self.gather(t, lambda lane: k.load(t, self.at(row, index + lane)), count)
 
     def store(self, x: Value, offset: Value | int) -> None:
-        """A vector into the block; of whole blocks past the caches, where the shape says so."""
-        if self.streams:
+        """Stores a vector, or one element, into the block; vectors of whole blocks past the caches, where the shape
+        says so.
+        """
+        if self.streams and isinstance(x.type, ir.VectorType):
             self.k.stream(x, self.block, offset)
         else:
             self.k.store(x, self.block, offset)
 
-    def stretches(self, count: Value, lanes: int, several: Any, one: Any) -> None:
-        """several(index) for `lanes` at a time, of which the last end where the row ends; one(index) where it is
-        shorter than that.
+    def vectors_then_tail(self, count: Value, lanes: int) -> Iterator[tuple[Value, int]]:
+        """Writes loops over a row: yields each index of `lanes` elements, of which the last end where the row ends,
+        and of one, with 0 for their number, where the row is shorter than that.
         """
         k = self.k
         wide = k.select(count >= lanes, count, k.i64(0))
         with k.range(0, wide, lanes) as index:
-            several(k.min(index, count - lanes))
+            yield k.min(index, count - lanes), lanes
         with k.range(wide, count) as index:
-            one(index)
+            yield index, 0
 
 
 class _Rows(_Elements):
@@ -171,37 +172,27 @@ class _Rows(_Elements):
             self.token(self.k.at(self.k.p["source"], lane * self.k.p["row"]), lane)
 
     def token(self, row: Value, lane: Value) -> None:
-        k, to = self.k, lane * self.dim * self.size
-        self.stretches(
-            self.dim,
-            self.lanes,
-            lambda index: self.store(self.elements(row, index, self.lanes), to + index * self.size),
-            lambda index: k.store(k.load(_RAW[self.size], self.at(row, index)), self.block, to + index * self.size),
-        )
+        to = lane * self.dim * self.size
+        for index, count in self.vectors_then_tail(self.dim, self.lanes):
+            self.store(self.elements(row, index, count), to + index * self.size)
 
 
 class _InPages(_Elements):
     """Rows of elements in somebody's page: `to_row` bytes apart, of elements `to_column` bytes apart."""
 
     def tokens(self) -> Any:
-        """All new ones, one after another."""
+        """Stores all new tokens, one after another."""
         k, p, lanes, self.streams = self.k, self.k.p, self.vector_bytes // self.size, self.in_lines
         with k.range(p["low"], p["high"]) as lane:
             row, to = k.at(p["source"], (lane - p["low"]) * p["row"]), lane * p["to_row"]
 
-            def one(index: Value, row: Value = row, to: Value = to) -> None:
-                k.store(k.load(_RAW[self.size], self.at(row, index)), self.block, to + index * p["to_column"])
-
             with k.either(p["to_column"].equals(self.size)) as (side_by_side, apart):
                 with side_by_side:
-                    self.stretches(
-                        self.dim,
-                        lanes,
-                        lambda i, row=row, to=to: self.store(self.elements(row, i, lanes), to + i * self.size),
-                        one,
-                    )
+                    for index, count in self.vectors_then_tail(self.dim, lanes):
+                        x = self.elements(row, index, count)
+                        self.store(x, to + index * (self.size if count else p["to_column"]))
                 with apart, k.range(0, self.dim) as index:
-                    one(index)
+                    self.store(self.elements(row, index, 0), to + index * p["to_column"])
         return k.finish()
 
 
@@ -211,12 +202,8 @@ class _Pairs(_Elements):
     def whole(self) -> None:
         for pair in range(BLOCK // 2):
             rows, to = (self.row(2 * pair), self.row(2 * pair + 1)), self.dim * (4 * pair)
-            self.stretches(
-                self.dim,
-                16,
-                lambda i, r=rows, to=to: self._both(r, to, i),
-                lambda i, r=rows, to=to: self._each(r, to, i),
-            )
+            for index, count in self.vectors_then_tail(self.dim, 16):
+                (self._both if count else self._each)(rows, to, index)
 
     def _both(self, rows: tuple[Value, Value], to: Value, index: Value) -> None:
         a, b = (self.elements(row, index, 16) for row in rows)
@@ -231,11 +218,12 @@ class _Pairs(_Elements):
         shift = k.splat(k.trunc(half << 4, I32), n)
         other = k.splat(k.select(half.equals(0), k.const(-65536, I32), k.const(65535, I32)), n)
 
-        def several(index: Value) -> None:
-            new = k.zext(self.elements(row, index, n), vec(I32, n)) << shift
-            k.store((k.load(vec(I32, n), self.block, pair + index * 4) & other) | new, self.block, pair + index * 4)
-
-        self.stretches(self.dim, n, several, lambda index: self._each((row,), pair + half * 2, index))
+        for index, count in self.vectors_then_tail(self.dim, n):
+            if count:
+                new = k.zext(self.elements(row, index, n), vec(I32, n)) << shift
+                k.store((k.load(vec(I32, n), self.block, pair + index * 4) & other) | new, self.block, pair + index * 4)
+            else:
+                self._each((row,), pair + half * 2, index)
 
 
 class _Keys(_Elements):
@@ -250,7 +238,8 @@ class _Keys(_Elements):
 
     def whole(self) -> None:
         rows = [self.row(token) for token in range(BLOCK)]
-        self.stretches(self.units, self.lanes, lambda u: self._transposed(rows, u), lambda u: self._one(rows, u))
+        for unit, count in self.vectors_then_tail(self.units, self.lanes):
+            (self._transposed if count else self._one)(rows, unit)
         self._odd(rows, self.k.i64(0))
 
     def _transposed(self, rows: list[Value], unit: Value) -> None:
@@ -283,70 +272,61 @@ class _Keys(_Elements):
 
 
 class _Codes(_Elements):
-    """int8: 16 scales, then keys element by element, [element][16 tokens], or rows of values."""
-
-    last = _MOST_CODE
+    """16 scales, then codes of keys element by element, [element][16 tokens], or of rows of values."""
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
+        self.format: Any = s.format
         self.is_keys, self.usual = name == "keys", False
         self.magnitudes, self.reciprocals = k.buffer(I32, BLOCK), k.buffer(F32, BLOCK)  # of tokens; of usual scales
 
     def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
-        """In float32: so many side by side, or one."""
+        """Loads numbers in float32: so many side by side, or one."""
         k, storage = self.k, self.source.storage
         if self.usual and count and not self.source.strided:  # memory is read while numbers are coded: the next block
             k.prefetch(k.at(self.at(row, index), k.p["ahead"]), 2)
         if count and self.source.strided:
-            return self.gathered(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
+            return self.gather(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
         return load(k, storage, self.at(row, index), 0, count)
 
     def largest(self, row: Value) -> Value:
-        """A token's largest magnitude in float32, by its bits: NaNs are above infinity then."""
+        """Returns a token's largest magnitude in float32, by its bits: NaNs are above infinity then."""
         k, size, t = self.k, self.size, _RAW[self.size]
         bits, lanes = 8 * size, BLOCK * 4 // size  # compared as they lie
 
-        def larger(total: Variable, x: Value) -> None:
-            total.set(k.max(x & ((1 << (bits - 1)) - 1), total.get()))
-
         many, most = k.variable(k.const(0, vec(t, lanes))), k.variable(k.const(0, t))
-        self.stretches(
-            self.dim,
-            lanes,
-            lambda index: larger(many, self.elements(row, index, lanes)),
-            lambda index: larger(most, k.load(t, self.at(row, index))),
-        )
+        for index, count in self.vectors_then_tail(self.dim, lanes):
+            total = many if count else most
+            total.set(k.max(self.elements(row, index, count) & ((1 << (bits - 1)) - 1), total.get()))
         found = k.max(k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i{bits}", t, many.get()), most.get())
         return found if size == 4 else widened(k, self.source.storage, found).bits(I32)
 
     def scale_of(self, largest: Value) -> Value:
-        """A token's scale, or several in lanes: the largest magnitude over the last code; NaN where it is none."""
+        """Returns a token's scale, or several in lanes: the largest magnitude over the last code, or NaN."""
         k, kind = self.k, like(largest, F32)
-        return k.select(largest < _INFINITE, largest.bits(kind) / k.const(self.last, kind), k.const(math.nan, kind))
+        return k.select(
+            largest < _INFINITE, largest.bits(kind) / k.const(self.format.last, kind), k.const(math.nan, kind)
+        )
 
-    def scaled(self, row: Value, lane: Value) -> None:
+    def store_scale(self, row: Value, lane: Value) -> None:
         """Stores a token's scale."""
         self.k.store(self.scale_of(self.largest(row)), self.block, lane * 4)
 
     def of_token(self, numbers: Value, lane: Value | int, x: Value) -> Value:
-        """A token's of 16 numbers, as often as x has lanes."""
+        """Loads a token's of 16 numbers, as often as x has lanes."""
         found = self.k.load(F32, numbers, (self.k.i64(0) + lane) * 4)
         return self.k.splat(found, x.type.count) if isinstance(x.type, ir.VectorType) else found
 
     def ratio(self, x: Value, scale: Value, lane: Value | int) -> Value:
-        """x over a usual scale, rounded to nearest where it is not coded as 0."""
+        """Returns x over a usual scale, rounded to nearest where it is not coded as 0."""
         return quotient(self.k, x, scale, self.of_token(self.reciprocals, lane, x))
 
     def codes(self, x: Value, lane: Value | int) -> Value:
-        """Of a token's numbers, by its scale; 0 where that is 0 or NaN."""
+        """Returns codes of a token's numbers by its scale; 0 where that is 0 or NaN."""
         k, scale = self.k, self.of_token(self.block, lane, x)
-        if self.usual:  # within 127 and a half: the last bits of a sum that has no others are the code
-            return k.trunc((self.ratio(x, scale, lane) + _WHOLE).bits(like(x, I32)), like(x, I8))
-        live = scale > 0.0
-        whole = k.unary("rint", x / k.select(live, scale, k.const(1.0, x.type)))
-        whole = k.min(k.max(whole, k.const(-_MOST_CODE, x.type)), k.const(_MOST_CODE, x.type))
-        number = Value(k, k.b.fptosi(whole.x, like(x, I32)))
-        return k.trunc(k.select(live, number, k.const(0, number.type)), like(x, I8))
+        if self.usual:
+            return self.format.narrow_usual(k, x, lambda y: self.ratio(y, scale, lane))
+        return self.format.narrow(k, x, scale)
 
     def whole(self) -> None:
         k, p = self.k, self.k.p
@@ -370,13 +350,12 @@ class _Codes(_Elements):
                 self._values(k.at(p["source"], lane * p["row"]), lane)
             return
         rows = [self.row(token) for token in range(BLOCK)]
-        self.stretches(
-            self.dim, BLOCK, lambda index: self._transposed(rows, index), lambda index: self._one(rows, index)
-        )
+        for index, count in self.vectors_then_tail(self.dim, BLOCK):
+            (self._transposed if count else self._one)(rows, index)
 
     def _transposed(self, rows: list[Value], index: Value) -> None:
-        """16 elements of 16 tokens: bytes of four tokens become words, whose vectors are then interleaved, which is
-        fewer steps than to transpose bytes.
+        """Stores 16 elements of 16 tokens: bytes of four tokens become words, whose vectors are then interleaved, which
+        is fewer steps than to transpose bytes.
         """
         k, wide = self.k, vec(I32, BLOCK)
         codes = [k.zext(self.codes(self.numbers(row, index, BLOCK), n), wide) for n, row in enumerate(rows)]
@@ -395,44 +374,26 @@ class _Codes(_Elements):
             k.store(self.codes(self.numbers(row, index), at), self.block, index * BLOCK + at + 4 * BLOCK)
 
     def _values(self, row: Value, lane: Value) -> None:
-        k, to = self.k, lane * self.dim + 4 * BLOCK
-        self.stretches(
-            self.dim,
-            BLOCK,
-            lambda index: self.store(self.codes(self.numbers(row, index, BLOCK), lane), to + index),
-            lambda index: k.store(self.codes(self.numbers(row, index), lane), self.block, to + index),
-        )
+        to = lane * self.dim + 4 * BLOCK
+        for index, count in self.vectors_then_tail(self.dim, BLOCK):
+            self.store(self.codes(self.numbers(row, index, count), lane), to + index)
 
     def token(self, row: Value, lane: Value) -> None:
-        self.scaled(row, lane)
+        self.store_scale(row, lane)
         self._coded(row, lane)
 
     def _coded(self, row: Value, lane: Value) -> None:
-        """By the scale that is there."""
+        """Stores codes of a token by the scale that is there."""
         if not self.is_keys:
             self._values(row, lane)
             return
         k = self.k
 
-        def several(index: Value) -> None:
+        for index, count in self.vectors_then_tail(self.dim, BLOCK):
+            if not count:
+                self._one([row], index, lane)
+                continue
             x = self.codes(self.numbers(row, index, BLOCK), lane)
             for i in range(BLOCK):
                 one = Value(k, k.b.extract_element(x.x, I32(i)))
                 k.store(one, self.block, (index + i) * BLOCK + lane + 4 * BLOCK)
-
-        self.stretches(self.dim, BLOCK, several, lambda index: self._one([row], index, lane))
-
-
-class _Float8(_Codes):
-    """The same of float8_e4m3fn."""
-
-    last = float(CODES["float8_e4m3fn"])
-
-    def codes(self, x: Value, lane: Value | int) -> Value:
-        k, scale = self.k, self.of_token(self.block, lane, x)
-        if self.usual:  # within half a unit of the last code; −0 keeps its sign
-            return to_float8(k, self.ratio(k.abs(x), scale, lane), x)
-        live = scale > 0.0
-        ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
-        code = to_float8(k, k.min(ratio, k.const(self.last, x.type)), x)
-        return k.select(live, code, k.const(0, code.type))

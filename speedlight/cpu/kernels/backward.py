@@ -16,15 +16,16 @@ not 0: each follows the head before, so many diagonals later.
 from __future__ import annotations
 
 from ...problem.problem import QUERY_BLOCK, TILE
-from ..language.vector import I1, I64, PTR, Function, Module, Value, Variable
+from ..language.vector import I1, I64, Function, Module, Value, Variable
 from ..memory.records import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, SUMS, GradientItem, apart, together
 from ..memory.shape import Shape
-from ..products.products import units_of
-from .gradient_blocks import PairParts, PairWork, Panel, Tile
+from ..memory.words import Words
+from ..products.product import product_of
+from .gradient_blocks import PairParts, PairWork
 from .gradient_rows import add_partial, clear, load_panel, store_panel
-from .gradient_tiles import into_keys, into_queries
+from .panels import Panel, Tile
 from .score_backward import find_sums
-from .task import Box, Words, entry, region
+from .task import Box, attention_module
 
 
 class _Parts(PairParts):
@@ -32,31 +33,27 @@ class _Parts(PairParts):
 
     def __init__(self, s: Shape) -> None:
         super().__init__(s, "backward")
-        m = self.module
+        m, product = self.module, product_of(s)
         self.clear, self.add = clear(m, s), add_partial(m, s)
-        self.into_queries = [into_queries(m, s, predicated=x) for x in (False, True)]
-        self.into_keys = {n: into_keys(m, s, rows, n) for rows, n in s.tiles.gradients}
-        self.into_keys_exactly = into_keys(m, s, 2, 1, exactly=True)
-        self.into_keys_predicated = into_keys(m, s, 2, 1, predicated=True)
+        self.into_queries = [product.into_queries(m, predicated=x) for x in (False, True)]
+        self.into_keys = {n: product.into_keys(m, rows, n) for rows, n in s.tiles.gradients}
+        self.into_keys_exactly = product.into_keys(m, 2, 1, exactly=True)
+        self.into_keys_predicated = product.into_keys(m, 2, 1, predicated=True)
         self.load_panel = load_panel(m, s)
-        self.store_sums = store_panel(m, s, "f64" if s.wide else "f32")
+        self.store_sums = store_panel(m, s, s.sums)
         self.store_rows = store_panel(m, s, s.storage) if s.narrows_gradients else self.store_sums
 
 
 def backward_module(s: Shape, symbol: str) -> Module:
-    """The whole backward engine for one shape; `symbol` is the region's public name."""
-    parts = _Parts(s)
-    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64}, special=True)
-    _Task(k, parts).run()
-    entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
-    return parts.module
+    """Writes the kernel for one shape; `symbol` is the region's public name."""
+    return attention_module(_Parts(s), _Task, symbol)
 
 
 class _Task(PairWork):
     """One block of queries of one head, and one range of keys."""
 
     def _find_item(self) -> GradientItem:
-        """Which gang, kv head, step and range the ticket is for."""
+        """Finds the gang, kv head, step and range of the ticket."""
         k, a = self.k, self.a
         at = self.row_of_ticket(k.pointer(a.gangs), a.gang_count, GANG.bytes, GANG.offset("first"), k.p["number"])
         gang = {name: k.load(I64, at, GANG.offset(name)) for name in GANG.names}
@@ -73,7 +70,7 @@ class _Task(PairWork):
 
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts)
-        weights = ("p_units", "ds_units") if self.s.elements > 1 else ("scores", "flows")
+        weights = ("p_units", "ds_units") if self.s.elements > 1 else ("scores", "d_scores")
         self.sums = [_Sums(self, *names) for names in zip(("v", "k"), ("d_out", "q"), weights, strict=True)]
         self.entries = None if parts.entries is None else find_sums(k, self.a, self.s.program)
 
@@ -85,8 +82,8 @@ class _Task(PairWork):
             k.fetch_add(self.progress, 0, 1)
 
     def has_come(self, turn: Value) -> Value:
-        """The step before is done in this range, and this step in the range before. Where heads add to the same
-        entries of a table, the head before has done so at these positions, in this range.
+        """Returns whether the step before is done in this range, and this step in the range before. Where heads add to
+        the same entries of a table, the head before has done so at these positions, in this range.
         """
         k, a = self.k, self.a
         before = k.select(self.range > 0, k.at(self.progress, -8), self.progress)
@@ -115,7 +112,7 @@ class _Task(PairWork):
             self.finish(Panel(self, i))
 
     def sees_range(self, first: Value, last: Value) -> Value:
-        """Whether any query of the block may see any of the keys [first, last)."""
+        """Returns whether any query of the block may see any of the keys [first, last)."""
         k, item = self.k, self.item
         low, high = k.max(self.row, k.i64(0)), k.min(self.row + QUERY_BLOCK, item.q_len) - 1
         offset = item.start + self.a.k_start
@@ -143,7 +140,7 @@ class _Task(PairWork):
                     k.call(parts.load_panel, dq, source, a.sq_row, first, end, a.head_dim)
 
     def finish(self, panel: Panel) -> None:
-        """dQ goes to its sums, or to the caller."""
+        """Stores dQ in its sums, or in the caller's array."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
         row, first, end = self.row + panel.i * s.panel, panel.end("first"), panel.end("end")
         end_of_keys = (self.range + 1).equals(self.item.ranges) & k.const(int(not s.partial), I1)
@@ -158,7 +155,7 @@ class _Task(PairWork):
     # --- tiles
 
     def tile(self, start: Value, count: Value, most: Value) -> None:
-        """One tile of keys for all panels that see any of it; its share of dK and dV."""
+        """Takes all panels that see any of it through a tile of keys; adds its share of dK and dV."""
         k, s, a = self.k, self.s, self.a
         whole = k.const(int(not s.partial), I1)
         fresh, end = self.step.equals(0) & whole, (self.step + 1).equals(self.item.steps) & whole
@@ -171,7 +168,7 @@ class _Task(PairWork):
                 if s.elements > 1:
                     steps = (a.head_dim * s.number_bytes, a.k_row, a.k_column, k.i64(0), count, a.head_dim, a.head_dim)
                     k.call(self.parts.stage_across, self.part("key_units"), k.at(self.keys, start * a.k_row), *steps)
-                tile, n, joins = self.staged(start, count), together(s.panel), self.may_join(count, end)
+                tile, n, joins = self.stage_tile(start, count), together(s.panel), self.may_join(count, end)
                 with k.range(0, a.panels, n) as first:
                     with k.range(first, first + n) as i:
                         self.weigh_panel(Panel(self, i), tile)
@@ -183,14 +180,14 @@ class _Task(PairWork):
                     sums.add(count)
 
     def may_join(self, count: Value, end: Value) -> Value:
-        """Whether what a tile adds may go where it belongs without a stop: whole register tiles, as numbers."""
+        """Returns whether what a tile adds may go where it belongs without a stop: whole register tiles, as numbers."""
         a, s = self.a, self.s
         whole = a.columns.equals(a.head_dim) & a.value_columns.equals(a.value_dim)
         whole = whole & (count % s.tiles.gradients[0][0]).equals(0)
         return whole & (end ^ 1) if s.narrows_gradients else whole
 
     def weigh_panel(self, panel: Panel, tile: Tile) -> None:
-        """P and dS of a tile for one panel, and its share of dQ."""
+        """Makes P and dS of a tile for one panel, and its share of dQ."""
         k = self.k
         for name in ("key_first", "key_end", "careful"):
             k.store(k.i64(0), panel.at, QUERY_ENDS.offset(name))
@@ -207,9 +204,9 @@ class _Task(PairWork):
         keys, key_row = k.at(tile.keys, first * tile.k_row), tile.k_row
         if s.elements > 1:
             key_row = a.head_dim * s.number_bytes
-            keys = k.at(self.part("key_units"), units_of(s, first) * key_row)
-        flows = panel.pairs("flow_units" if s.elements > 1 else "flows")
-        dq = (panel.part("dq"), flows, keys, key_row, count, a.head_dim, panel.pairs("scores"))
+            keys = k.at(self.part("key_units"), s.count_units(first) * key_row)
+        d_scores = panel.pairs("d_score_units" if s.elements > 1 else "d_scores")
+        dq = (panel.part("dq"), d_scores, keys, key_row, count, a.head_dim, panel.pairs("scores"))
         with k.either(careful) as (predicated, plain):
             with predicated:
                 k.call(parts.into_queries[1], *dq)
@@ -219,8 +216,8 @@ class _Task(PairWork):
     # --- dK and dV
 
     def gather(self, first: Value, count: Value, begun: Variable, joined: Variable) -> None:
-        """What panels that are taken together add to dK and dV: at once where each sees the whole tile, else one after
-        another. `joined` is what to do with it, and what was done.
+        """Adds to dK and dV what panels that are taken together have: at once where each sees the whole tile, else one
+        after another. `joined` is what to do with it, and what was done.
         """
         k, n = self.k, together(self.s.panel)
         whole, some = k.variable(k.const(1, I1)), k.variable(k.const(0, I1))
@@ -256,7 +253,7 @@ class _Task(PairWork):
 
 
 class _Sums:
-    """What a block of queries adds to dK or dV of a tile of keys: their record in memory, and who adds."""
+    """Sums that a block of queries adds to dK or dV of a tile of keys: their record in memory, and who adds."""
 
     def __init__(self, task: _Task, name: str, rows: str, weights: str) -> None:
         """`name`: "k" or "v". `rows`: "q" or "d_out". `weights`: of PAIRS."""
@@ -272,7 +269,7 @@ class _Sums:
             self.k.store(x, self.at, SUMS.offset(name))
 
     def begin(self, start: Value, fresh: Value, end: Value) -> None:
-        """A tile of keys, from `start` on. fresh, end: of the first block of queries, and of the last."""
+        """Begins a tile of keys, from `start` on. fresh, end: of the first block of queries, and of the last."""
         k, a, name = self.k, self.task.a, self.name
         total, out = (self.task.row_of(f"{x}{name}", self.task.head, start) for x in "sd")
         self.put(total=total, out=out, total_row=getattr(a, f"s{name}_row"), out_row=getattr(a, f"d{name}_row"))
@@ -282,7 +279,7 @@ class _Sums:
         return self.task.factor() if self.name == "k" else self.k.const(1.0, self.s.number)
 
     def of_panels(self, panel: Panel, panels: int, key: Value, skip: Value, count: Value) -> None:
-        """So many panels from this one on, which see a tile from `key` on; keys [skip, skip + count) of those."""
+        """Sets so many panels from this one on, which see a tile from `key` on; keys [skip, skip + count) of those."""
         k, s = self.k, self.s
         self.put(
             rows=panel.part(f"{self.rows}_rows"),
@@ -295,7 +292,7 @@ class _Sums:
         )
 
     def whole(self, begin: Value, join: Value) -> None:
-        """All columns: the widest register tile as often as it fits, then those of two vectors, or one.
+        """Adds all columns: the widest register tile as often as it fits, then those of two vectors, or one.
 
         begin: from +0. join: with the totals, or what is returned, and not with partial sums.
         """
@@ -310,7 +307,7 @@ class _Sums:
                 k.call(functions[n], self.at, v * self.s.vector_bytes)
 
     def of_panel(self, panel: Panel) -> None:
-        """What one panel adds to the keys that it sees, joined with partial sums."""
+        """Adds what one panel has for the keys that it sees to partial sums."""
         k, parts, none = self.k, self.task.parts, self.k.i64(0)
         first, end = panel.end("key_first"), panel.end("key_end")
         with k.when(first < end):
@@ -325,7 +322,7 @@ class _Sums:
                         k.call(function, self.at, c * self.s.number_bytes)
 
     def add(self, count: Value) -> None:
-        """The tile's partial sums join those of the blocks before."""
+        """Joins the tile's partial sums to those of the blocks before."""
         k, x = self.k, Words(self.k, SUMS, self.at)
         steps = (self.row, x.total_row, x.out_row, count, self.length, x.fresh, x.end)
         k.call(self.task.parts.add, self.partial, k.pointer(x.total), k.pointer(x.out), *steps, self.factor())

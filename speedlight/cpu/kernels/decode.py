@@ -3,7 +3,7 @@
     task: new tokens are stored, if it is to do that; for every span, for every tile: scores of all rows, weights, sums;
           the span's state is merged, or left for the last of a head's tasks
 
-Arguments and scratch are described in layout.py, what a lane is in keys_in_lanes.py.
+Arguments and scratch are described in memory/records.py, what a lane is in row_weights.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import contextlib
 from collections.abc import Iterator
 
 from ...problem.problem import SPAN, TILE
-from ..language.vector import I64, PTR, Function, Module, Value
+from ..language.vector import I64, Function, Module, Value
 from ..memory.records import BLOCK, PLACES, ROW
 from ..memory.shape import Shape
-from ..products.products import unit_of, units_of
 from .addresses import locate
 from .dropping import drop_row
 from .lower import expression_row
@@ -33,7 +32,7 @@ from .row_weights import (
 )
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
-from .task import Box, Work, call_at, entry, region
+from .task import Box, Work, attention_module, call_at
 from .visibility import extent, visibility
 
 
@@ -46,7 +45,7 @@ class _Parts:
         self.locate, self.pack, self.weigh, self.add_up = locate(m, s.piece), pack_row(m, s), weigh(m, s), add_up(m, s)
         self.score = score(m, s)
         self.drop = drop_row(m, s) if s.dropout else None
-        self.rescale = rescale(m, s) if s.quantised else None
+        self.rescale = rescale(m, s) if s.format.is_coded else None
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         self.score_heads = score_heads(m, s) if s.cached and self.visibility is None else None
@@ -57,12 +56,8 @@ class _Parts:
 
 
 def decode_module(s: Shape, symbol: str) -> Module:
-    """The whole decode engine for one shape; `symbol` is the region's public name."""
-    parts = _Parts(s)
-    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64}, special=True)
-    _Task(k, parts).run()
-    entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
-    return parts.module
+    """Writes the kernel for one shape; `symbol` is the region's public name."""
+    return attention_module(_Parts(s), _Task, symbol)
 
 
 class _Task(Work):
@@ -79,7 +74,7 @@ class _Task(Work):
         self.all_rows = self.rows * a.heads
         self.slots, self.value_dim = a.slots, a.value_dim
         self.state_row = (self.slots + 1) * s.vector_bytes
-        self.units = units_of(s, a.head_dim)
+        self.units = s.count_units(a.head_dim)
         self.queries, self.tile_sums, self.span, self.total, self.k_places = (
             self.part(name) for name in ("queries", "sums", "span", "total", "places")
         )
@@ -107,13 +102,13 @@ class _Task(Work):
 
     @contextlib.contextmanager
     def each_head(self) -> Iterator[None]:
-        """For all heads of the task, one after another."""
+        """Loops over all heads of the task."""
         with self.k.range(0, self.a.heads) as h:
             self.take(h)
             yield
 
     def position(self, r: Value) -> Value:
-        """Of a row's query."""
+        """Returns the position of a row's query."""
         return self.item.start + r // self.group + self.a.k_start
 
     def query(self, name: str, r: Value) -> Value:
@@ -122,7 +117,7 @@ class _Task(Work):
         return self.k.pointer(self.row_of(name, head, r // self.group))
 
     def row_limit(self, r: Value) -> Value:
-        """How many keys a row sees."""
+        """Counts the keys that a row sees."""
         return self.limit(r // self.group)
 
     def run(self) -> None:
@@ -143,7 +138,7 @@ class _Task(Work):
         if self.visibility is not None:  # spans that are passed by have seen nothing
             with k.when(alone ^ 1), k.range(first, end) as span:
                 self.clear(k.at(shared, span * states))
-        with self.stretches(first * SPAN, k.min(end * SPAN, last), self.every_box) as (start, stop):
+        with self.visible_spans(first * SPAN, k.min(end * SPAN, last), self.every_box) as (start, stop):
             with k.when(single ^ 1):
                 self.clear(self.span)
             with k.range(start, stop, TILE) as tile:
@@ -166,30 +161,30 @@ class _Task(Work):
             self.finish(r)
 
     def every_box(self) -> Box:
-        """The queries of all heads of the task."""
+        """Returns the queries of all heads of the task."""
         last = (self.first_head + self.a.heads) * self.group - 1
         return Box((self.first_head * self.group, last), self.positions)
 
     def pack(self) -> None:
-        """The queries of all heads, by units."""
+        """Packs the queries of all heads, by units."""
         k, a = self.k, self.a
         with self.each_head(), k.range(0, self.rows) as r:
             query = k.at(self.head_queries, r * self.units * self.s.number_bytes)
             k.call(self.parts.pack, query, self.query("q", r), a.head_dim, self.units, a.q_column, a.flip)
 
     def clear(self, states: Value) -> None:
-        """What has seen nothing, for every row of every head."""
+        """Clears the state of every row of every head."""
         with self.k.range(0, self.all_rows) as r:
             clear_row(self.k, self.s, self.k.at(states, r * self.state_row), self.slots)
 
     def merge(self, states: Value) -> None:
-        """What a span has seen, into the totals of all heads."""
+        """Merges what a span has seen into the totals of all heads."""
         k = self.k
         with k.range(0, self.all_rows) as r:
             k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
 
     def finish(self, r: Value) -> None:
-        """A sink joins last; then the row is written."""
+        """Joins a sink last, then writes the row."""
         k, s, a = self.k, self.s, self.a
         state = k.at(self.state, self.state_at + r * self.state_row)
         with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
@@ -204,7 +199,7 @@ class _Task(Work):
     # --- one tile
 
     def score_together(self, start: Value, count: Value) -> None:
-        """The scores of all heads of the task at once, where that is worth it."""
+        """Scores all heads of the task at once, where that is worth it."""
         k, a = self.k, self.a
         if self.together is None:
             return
@@ -215,7 +210,7 @@ class _Task(Work):
             k.call(self.parts.score_heads, self.scratch, *arguments, a.k_head, self.rows)
 
     def trimmed_tile(self, start: Value, count: Value) -> None:
-        """What a mask shows of a tile to the rows of a head."""
+        """Takes the rows of a head through what a mask shows of a tile."""
         k = self.k
         if self.visibility is None:
             self.tile(start, count, count)
@@ -233,23 +228,23 @@ class _Task(Work):
             k.call(parts.score, self.scratch, *arguments)
         regular = self.locate(self.v_places, "v", start, count)
         joint = self.weigh(start, count, clear)
-        k.call(parts.add_up, self.scores, self.sums, self.rows, units_of(s, count))
+        k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_units(count))
         self.drop(start, count)
         if parts.rescale is not None:
             with k.range(0, self.rows) as r:
                 k.call(parts.rescale, self.weights(r), self.v_places, count)
         self.begin_sums()
-        together = unit_of(s, joint)
+        together = s.unit_of(joint)
         self.add_values(together, regular)
         with k.range(0, self.rows) as r:
-            end = units_of(s, k.load(I64, self.limits, r * 8))
+            end = s.count_units(k.load(I64, self.limits, r * 8))
             with k.when(together < end):
                 k.call(parts.careful, *self.value_arguments(r, together, end, regular), count - 1)
             self.accumulate(r)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """The addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to be
-        fetched ahead.
+        """Finds the addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to
+        be fetched ahead.
 
         What comes next is the tile of the task's next head, or its first head's next tile.
         """
@@ -271,7 +266,7 @@ class _Task(Work):
         return k.select(a.heads.equals(1), regular, k.i64(0))  # else what comes next is elsewhere
 
     def weights(self, r: Value) -> Value:
-        """A row's scores, and then weights."""
+        """Returns where a row's scores, and then weights, lie."""
         return self.k.at(self.scores, r * score_row(self.s))
 
     def weigh(self, start: Value, count: Value, clear: Value) -> Value:
@@ -295,7 +290,7 @@ class _Task(Work):
         return joint.get()
 
     def drop(self, start: Value, count: Value) -> None:
-        """Dropout of every row's weights."""
+        """Drops weights of every row."""
         k, a, drop = self.k, self.a, self.parts.drop
         if drop is None:
             return
@@ -318,7 +313,7 @@ class _Task(Work):
             k.store(k.fma(running_sum, alpha, total), at, s.number_bytes)
 
     def add_values(self, together: Value, regular: Value) -> None:
-        """The values of the steps that all rows see, for as many rows at once as there are registers."""
+        """Adds the values of the steps that all rows see, for as many rows at once as there are registers."""
         k = self.k
         with k.range(0, together, STEPS_TOGETHER) as first:
             end = k.min(first + STEPS_TOGETHER, together)
@@ -336,7 +331,7 @@ class _Task(Work):
         return sums, row, self.weights(r), *places, first, end, self.value_dim, self.slots, regular
 
     def accumulate(self, r: Value) -> None:
-        """accumulator · alpha + the tile's sums."""
+        """Makes the accumulator accumulator · alpha + the tile's sums."""
         k, s = self.k, self.s
         alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
         with k.range(0, self.slots) as slot:

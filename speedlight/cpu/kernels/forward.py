@@ -4,29 +4,31 @@
     task: pack the block's query panels; for every span, for every tile of keys, for every panel: score, softmax,
           value; merge the span into the panel's state; at the end divide, transpose and store
 
-Arguments, scratch and the memory of a panel are described in layout.py.
+Arguments, scratch and the memory of a panel are described in memory/records.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...problem.problem import SPAN, TILE
 from ..language.lookups import lines
 from ..language.vector import I1, I64, PTR, Function, Module, Value
+from ..memory.formats import load_scales
 from ..memory.records import BLOCK, ENDS, LANES, PLACES, Item
 from ..memory.shape import Shape
-from ..products.products import full_keys, load_scales, step_bytes, units_of
+from ..products.product import product_of
 from .addresses import locate
 from .dropping import drop_tile
-from .lower import aim, expression_tile, squares
-from .panel_products import predicated_tile, score_tile, value_tile
+from .lower import expression_tile, per_query_streams, prefetch_addresses
+from .panel_products import score_tile
 from .panel_states import clear_state, load_state, merge_states, store_panel, store_state
 from .panel_weights import softmax_tile
-from .prefetch import aim_at_next
+from .panels import Panel, PanelWork, Tile
+from .prefetch import find_prefetch
 from .softmax import SINK_SUM, natural_log
-from .staging import pack_queries, stage_keys, stage_rows, stage_values
-from .task import Box, Work, entry, region
+from .staging import pack_queries
+from .task import attention_module
 from .visibility import extent, visibility
 
 
@@ -36,77 +38,36 @@ class _Parts:
     def __init__(self, s: Shape) -> None:
         self.shape = s
         self.module = Module(f"forward_{s.storage}")
-        m = self.module
-        self.squares = squares(s.program) if s.program else []
-        self.score = score_tile(m, s, [lines(x, TILE) for x in self.squares])
-        self.aim = aim(m, s, s.program) if self.squares else None
+        m, product = self.module, product_of(s)
+        self.per_query_streams = per_query_streams(s.program) if s.program else []
+        self.score = score_tile(m, s, [lines(x, TILE) for x in self.per_query_streams])
+        self.prefetch_addresses = prefetch_addresses(m, s, s.program) if self.per_query_streams else None
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
         self.drop = drop_tile(m, s) if s.dropout else None
-        self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
+        self.value, self.predicated = product.value_tile(m), product.predicated_tile(m)
         self.expression = expression_tile(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
-        rows = stage_rows(m, s)
-        self.stage_keys, self.stage_values = stage_keys(m, s, rows), stage_values(m, s, rows)
+        self.stage_keys, self.stage_values = product.stage_tiles(m)
         self.locate = locate(m, s.piece)
         self.store = store_panel(m, s, self.log)
         self.resume, self.leave = (load_state(m, s), store_state(m, s)) if s.partial else (None, None)
 
 
 def forward_module(s: Shape, symbol: str) -> Module:
-    """The whole forward engine for one shape; `symbol` is the region's public name."""
-    parts = _Parts(s)
-    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64}, special=True)
-    _Task(k, parts).run()
-    entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
-    return parts.module
+    """Writes the kernel for one shape; `symbol` is the region's public name."""
+    return attention_module(_Parts(s), _Task, symbol)
 
 
-class _Panel:
-    """A panel's memory, by name."""
-
-    def __init__(self, task: _Task, i: Value) -> None:
-        self.k, self.task, self.i = task.k, task, i
-        self.at = task.k.at(task.scratch, task.a.at_panels + i * task.a.panel_bytes)
-
-    @property
-    def low(self) -> Value:
-        """How many keys its first query sees."""
-        return self.k.load(I64, self.at, ENDS.offset("low"))
-
-    @property
-    def high(self) -> Value:
-        """… and its last."""
-        return self.k.load(I64, self.at, ENDS.offset("high"))
-
-    def part(self, name: str) -> Value:
-        return self.task.part(name, self.at)
-
-    def lanes(self, name: str) -> Value:
-        """[panel] of one of LANES."""
-        return self.k.at(self.part("lanes"), LANES.offset(name) * self.task.s.panel)
-
-
-class _Tile(NamedTuple):
-    """Some keys, with where they and their values lie."""
-
-    start: Value
-    length: Value
-    keys: Value
-    k_row: Value
-    values: Value
-    v_row: Value  # from a unit of values to the next
-
-
-class _Task(Work):
+class _Task(PanelWork):
     """One block of queries of one kv head, from packing to stored rows."""
 
+    ends, lanes = ENDS, LANES
+
     def __init__(self, k: Function, parts: _Parts) -> None:
-        super().__init__(k, parts.shape, parts.visibility, parts.extent)
-        self.parts = parts
-        self.fetch = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))  # rows of tables
+        super().__init__(k, parts)
         k, a, item = self.k, self.a, self.item
         head, self.first = self.block_of(k.p["number"], item)
         self.total = item.q_len * a.group
@@ -116,10 +77,10 @@ class _Task(Work):
         self.keys, self.values = self.keys_of("k", head), self.keys_of("v", head)
         self.last = self.limit((self.first + self.rows - 1) // a.group)  # how many keys the last row sees
         self.in_total = k.const(1, I1) if self.s.partial else (self.last > SPAN) | self.last.equals(0)
-        self.follows, self.upcoming = aim_at_next(self)
+        self.follows, self.prefetch = find_prefetch(self)
 
     def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
-        """A ticket's kv head and its first row of queries."""
+        """Returns a ticket's kv head and its first row of queries."""
         k, a = self.k, self.a
         local = number - item.first
         head, block = local // item.blocks, local % item.blocks
@@ -129,11 +90,11 @@ class _Task(Work):
     def run(self) -> None:
         k, a, last = self.k, self.a, self.last
         with k.range(0, self.panels) as i:
-            self.pack(_Panel(self, i))
-        with self.stretches(k.i64(0), last, lambda: self.box(k.i64(0), self.panels)) as (span_start, span_end):
-            with k.range(0, self.panels) as i, k.when(_Panel(self, i).high > span_start):
+            self.pack(Panel(self, i))
+        with self.visible_spans(k.i64(0), last, lambda: self.box(k.i64(0), self.panels)) as (span_start, span_end):
+            with k.range(0, self.panels) as i, k.when(Panel(self, i).end("high") > span_start):
                 rows = k.i64(2) if self.visibility is None else a.width + 2  # the rest is fresh to its first tile
-                clear_state(k, self.s, _Panel(self, i).part("span"), rows)
+                clear_state(k, self.s, Panel(self, i).part("span"), rows)
             with k.range(span_start, span_end, TILE) as start:
                 count = k.min(last - start, k.i64(TILE))
                 if self.visibility is None:
@@ -143,12 +104,12 @@ class _Task(Work):
                     with k.when(seen > 0):
                         self.tile(start, count)
             several = k.const(1, I1) if self.s.partial else last > SPAN
-            with k.when(several), k.range(0, self.panels) as i, k.when(_Panel(self, i).high > span_start):
-                panel = _Panel(self, i)
+            with k.when(several), k.range(0, self.panels) as i, k.when(Panel(self, i).end("high") > span_start):
+                panel = Panel(self, i)
                 k.call(self.parts.merge, panel.part("total"), panel.part("span"), a.value_dim)
         self.finish()
 
-    def pack(self, panel: _Panel) -> None:
+    def pack(self, panel: Panel) -> None:
         """Finds a panel's rows and transposes its queries."""
         k, s, a = self.k, self.s, self.a
         first = k.min(self.first + panel.i * s.panel, self.total - 1)
@@ -169,23 +130,23 @@ class _Task(Work):
         limits = panel.lanes("limit")
         k.store(k.load(I64, limits), panel.at, ENDS.offset("low"))
         k.store(k.load(I64, limits, (s.panel - 1) * 8), panel.at, ENDS.offset("high"))
-        with k.when(self.in_total | (panel.high <= 0)):
+        with k.when(self.in_total | (panel.end("high") <= 0)):
             clear_state(k, s, panel.part("total"), a.width + 2)
         if self.parts.resume is not None:
             with k.when(a.begins.equals(0)):
                 k.call(self.parts.resume, k.p["a"], panel.part("total"), panel.lanes("out"), panel.lanes("lse"))
         if self.visibility is not None:
             clear_state(k, s, panel.part("span"), a.width + 2)  # the only span may be skipped
-        units = units_of(s, a.head_dim)
+        units = s.count_units(a.head_dim)
         k.call(self.parts.pack, panel.lanes("q"), panel.part("queries"), a.head_dim, units, a.q_column, a.flip)
 
     def finish(self) -> None:
-        """A sink joins last; then the rows are written."""
+        """Joins a sink last, then writes the rows."""
         k, s, a = self.k, self.s, self.a
         state_at = k.select(self.in_total, a.at_total, a.at_span)  # the only span's state is all
         with k.range(0, self.panels) as i:
-            panel = _Panel(self, i)
-            state = k.at(panel.at, k.select(panel.high > 0, state_at, a.at_total))
+            panel = Panel(self, i)
+            state = k.at(panel.at, k.select(panel.end("high") > 0, state_at, a.at_total))
             count = k.min(self.rows - i * s.panel, k.i64(s.panel))
             if self.parts.leave is None:
                 self.end(panel, state, count)
@@ -197,8 +158,8 @@ class _Task(Work):
                         tables = panel.lanes("out"), panel.lanes("lse")
                         k.call(self.parts.leave, k.p["a"], state, *tables, count)
 
-    def end(self, panel: _Panel, state: Value, count: Value) -> None:
-        """A sink joins a panel's state last; then its first `count` rows are written."""
+    def end(self, panel: Panel, state: Value, count: Value) -> None:
+        """Joins a sink to a panel's state last, then writes its first `count` rows."""
         k, a = self.k, self.a
         with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
             self.sink(panel.lanes("head"), state)
@@ -216,20 +177,15 @@ class _Task(Work):
             k.store(k.const(SINK_SUM, s.number), of, s.row_bytes + lane * s.number_bytes)
         k.call(self.parts.merge, state, of, a.value_dim)
 
-    def box(self, first: Value, end: Value) -> Box:
-        """The queries of panels [first, end)."""
-        k, lanes = self.k, [_Panel(self, x).lanes("position") for x in (first, end - 1)]
-        return Box(self.heads, (k.load(I64, lanes[0]), k.load(I64, lanes[1], (self.s.panel - 1) * 8)))
-
     # --- one tile
 
     def tile(self, start: Value, count: Value) -> None:
-        """One tile of keys for all panels that see any of it."""
+        """Takes all panels that see any of it through a tile of keys."""
         k = self.k
-        tile = self.staged(start, count)
+        tile = self.stage_tile(start, count)
         with k.range(0, self.panels) as i:
-            panel = _Panel(self, i)
-            high = k.min(panel.high - start, count)
+            panel = Panel(self, i)
+            high = k.min(panel.end("high") - start, count)
             with k.when(high > 0):
                 if self.visibility is None:
                     self.panel_tile(panel, tile, k.i64(0), high, k.i64(0), high)
@@ -238,11 +194,11 @@ class _Task(Work):
                     with k.when(first < end):
                         self.panel_tile(panel, tile, first, end, clear, full)
 
-    def staged(self, start: Value, count: Value) -> _Tile:
-        """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
+    def stage_tile(self, start: Value, count: Value) -> Tile:
+        """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
         keys, values = k.at(self.keys, start * a.k_row), k.at(self.values, start * a.v_row)
-        units, dim = units_of(s, a.head_dim), a.value_dim
+        units, dim = s.count_units(a.head_dim), a.value_dim
         k_staged, v_staged = self.part("keys"), self.part("values")
         k_places = self.part("places")
         v_places = k.at(k_places, PLACES * 8)
@@ -254,16 +210,16 @@ class _Task(Work):
             regular = self.locate(v_places, "v", start, count)
             values = k.at(k.load(PTR, v_places), s.header)
             stage_v = stage_v | regular.equals(0)
-        v_row = step_bytes(s, a.v_row)  # of a cache: from a unit to the next
+        v_row = s.step_bytes(a.v_row)  # of a cache: from a unit to the next
         with k.when(stage_v):
             if not s.cached:
                 self.locate(v_places, "v", start, count)
-            many, row = (units_of(s, count), v_row) if s.cached else (count, a.v_row)
-            row = dim if s.quantised else row
+            many, row = (s.count_units(count), v_row) if s.cached else (count, a.v_row)
+            row = s.format.offset(dim) if s.format.is_coded else row
             k.call(self.parts.stage_values, v_staged, v_places, row, a.v_column, many, dim, dim)
-        if s.quantised:
+        if s.format.is_coded:
             self.stage_scales(k_places, v_places, count)
-        return _Tile(
+        return Tile(
             start,
             count,
             k.select(stage_k, k_staged, keys),
@@ -273,46 +229,46 @@ class _Task(Work):
         )
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """The addresses of a tile's keys ("k") or values ("v"); whether they are at one distance."""
+        """Finds the addresses of a tile's keys ("k") or values ("v"), and whether they are at one distance."""
         k, a = self.k, self.a
         base, page, row = (self.keys, a.k_page, a.k_row) if name == "k" else (self.values, a.v_page, a.v_row)
         pages = k.pointer(self.item.pages)
         return k.call(self.parts.locate, k.p["a"], places, pages, base, page, row, start, start + count)
 
     def stage_scales(self, k_places: Value, v_places: Value, count: Value) -> None:
-        """A tile's scales, side by side: of keys, then of values."""
+        """Stages a tile's scales, side by side: of keys, then of values."""
         k = self.k
         for places, to in zip((k_places, v_places), self.scales(), strict=True):
             with k.range(0, count, BLOCK) as j:
-                k.store(load_scales(k, self.s, k.load(PTR, places, j // BLOCK * 8), lanes=BLOCK), to, j * 4)
+                k.store(load_scales(k, self.s.format, k.load(PTR, places, j // BLOCK * 8), 0, BLOCK), to, j * 4)
 
     def scales(self) -> list[Value]:
-        """Where those lie: of keys, and of values."""
+        """Returns where scales lie: of keys, and of values."""
         return [self.k.at(self.part("scales"), n * (TILE * 4)) for n in (0, 1)]
 
-    def panel_tile(self, panel: _Panel, tile: _Tile, first: Value, end: Value, clear: Value, full: Value) -> None:
+    def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value, full: Value) -> None:
         """Keys [first, end) of a tile for one panel. The mask hides nothing of [clear, full); `causal` still may."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        shown = k.min(panel.low - tile.start, full)
+        shown = k.min(panel.end("low") - tile.start, full)
         masked = clear - first
         clear, shown = (k.select(shown > clear, x, first) for x in (clear, shown))
         self.count(k.select(clear.equals(first), shown - first, k.i64(0)), end - first)
-        shown = full_keys(k, s, shown, end, tile.length)
+        shown = product_of(s).whole_keys(k, shown, end, tile.length)
         start, high = tile.start + first, end - first
         clear, shown, full = clear - first, shown - first, full - first
         keys = k.at(tile.keys, first * tile.k_row)
-        values = k.at(tile.values, units_of(s, first) * tile.v_row)
+        values = k.at(tile.values, s.count_units(first) * tile.v_row)
         missing = [k.select(end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
-        scales = [k.at(x, first * 4) for x in self.scales()] if s.quantised else []
+        scales = [k.at(x, first * 4) for x in self.scales()] if s.format.is_coded else []
         check, state, limits = self.part("check"), panel.part("span"), panel.lanes("limit")
         position = start + a.k_start
-        if parts.aim is not None:
-            k.call(parts.aim, k.p["a"], self.fetch, panel.lanes("position"), position, self.item.index)
+        if parts.prefetch_addresses is not None:
+            k.call(parts.prefetch_addresses, k.p["a"], self.fetch, panel.lanes("position"), position, self.item.index)
         follows = k.zext(self.follows & (tile.start + TILE >= self.last), I64)
         # keys that any but the last vector of queries sees
-        wide = k.max(k.load(I64, limits, (s.panel - s.lanes - 1) * 8) - start, k.i64(0)) if s.narrows else high
-        arguments = (panel.part("queries"), keys, tile.k_row, high, units_of(s, a.head_dim), check, self.fetch)
-        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.upcoming, wide, *scales[:1])
+        wide = k.max(k.load(I64, limits, (s.panel - s.lanes - 1) * 8) - start, k.i64(0)) if s.has_narrow_tail else high
+        arguments = (panel.part("queries"), keys, tile.k_row, high, s.count_units(a.head_dim), check, self.fetch)
+        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1])
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
             where = (position, start, high, self.item.index, masked, full, self.fetch)
@@ -326,12 +282,12 @@ class _Task(Work):
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
         self.add_values(state, tile, values, (clear, shown, wide, high))
 
-    def add_values(self, state: Value, tile: _Tile, values: Value, keys: tuple[Value, ...]) -> None:
+    def add_values(self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...]) -> None:
         """Values by weights, summed to a panel's state. keys: those that all see, from and to; that any but the last
         vector sees; all.
         """
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        clear, full, wide, steps = (units_of(s, x) for x in keys)
+        clear, full, wide, steps = (s.count_units(x) for x in keys)
         accumulator, fresh = k.at(state, 2 * s.row_bytes), k.zext((tile.start % SPAN).equals(0), I64)
 
         def add(function: Any, first: Value, end: Value, *more: Value) -> None:

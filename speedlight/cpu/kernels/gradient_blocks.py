@@ -1,4 +1,4 @@
-"""What every pass back through attention begins with: blocks of queries against tiles of keys, down to P and dS.
+"""Blocks of queries against tiles of keys, down to P and dS, with which every backward pass begins.
 
 A block is QUERY_BLOCK positions of one head, from a multiple of that on, in panels whose lanes are queries; lanes
 before the first query and after the last one see nothing. What becomes of P and dS: backward.py, table_gradients.py.
@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from ...problem.problem import QUERY_BLOCK
-from ..language.vector import I1, I32, I64, Function, Module, Value
-from ..memory.records import QUERY_ENDS, QUERY_LANES, together
+from ..language.vector import I1, I32, Function, Module, Value
+from ..memory.records import QUERY_ENDS, QUERY_LANES
 from ..memory.shape import Shape
-from ..products.products import units_of
+from ..products.product import product_of
 from .dropping import drop_factors
-from .gradient_rows import copied, multiplied, stage_across, stage_rows
-from .gradient_tiles import UNITS, Weights, dot_of_panels, make_units, product
-from .lower import aim, expression_tile, squares
-from .score_backward import changes_flow, entries_tile, flow_tile, needs_raw
+from .gradient_rows import copy_vectors, multiply_vectors, stage_across, stage_rows
+from .gradient_tiles import UNITS, Weights, dot_of_panels, make_units
+from .lower import expression_tile, per_query_streams, prefetch_addresses
+from .panels import Panel, PanelWork, Tile
+from .score_backward import changes_flow, entries_tile, needs_raw, score_backward_tile
 from .staging import pack_queries
-from .task import Box, Work
 from .visibility import extent, visibility
 
 _SPINS = 64  # looks before a waiting thread lets others run
@@ -35,68 +34,32 @@ class PairParts:
         m, program = self.module, s.program
         self.visibility = visibility(m, s, program) if program and program.may_hide else None
         self.extent = extent(m, self.visibility) if self.visibility else None
-        self.pack, self.stage, self.copy = pack_queries(m, s), stage_rows(m, s), copied(m, s)
+        self.pack, self.stage, self.copy = pack_queries(m, s), stage_rows(m, s), copy_vectors(m, s)
         self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
-        self.product, self.delta = product(m, s), dot_of_panels(m, s)
-        self.squares = squares(program) if program else []
-        self.aim = aim(m, s, program) if self.squares else None
+        self.product_tile, self.delta = product_of(s).product_tile(m), dot_of_panels(m, s)
+        self.per_query_streams = per_query_streams(program) if program else []
+        self.prefetch_addresses = prefetch_addresses(m, s, program) if self.per_query_streams else None
         self.expression = expression_tile(m, s, program) if program else None
-        self.flow = flow_tile(m, s, program) if program and changes_flow(program) else None
+        self.flow = score_backward_tile(m, s, program) if program and changes_flow(program) else None
         self.keeps_raw = needs_raw(program)
-        self.factors, self.multiplied = (drop_factors(m, s), multiplied(m, s)) if s.dropout else (None, None)
+        self.factors, self.multiplied = (drop_factors(m, s), multiply_vectors(m, s)) if s.dropout else (None, None)
         last = self.flow is None and not s.dropout
         self.weights = Weights(m, s, last=last).function()
         self.units = make_units(m, s) if s.elements > 1 and not last else None
         self.entries = entries_tile(m, s, program) if program and program.entries else None
 
 
-class Panel:
-    """A panel's memory, by name."""
-
-    def __init__(self, task: PairWork, i: Value) -> None:
-        self.k, self.task, self.i = task.k, task, i
-        self.at = task.k.at(task.scratch, task.a.at_panels + i * task.a.panel_bytes)
-
-    def end(self, name: str) -> Value:
-        """One of QUERY_ENDS."""
-        return self.k.load(I64, self.at, QUERY_ENDS.offset(name))
-
-    def part(self, name: str) -> Value:
-        return self.task.part(name, self.at)
-
-    def pairs(self, name: str) -> Value:
-        """Of this panel and the tile at hand: one of PAIRS, by turns with the panels that are taken together."""
-        turn = self.i % together(self.task.s.panel)
-        return self.task.part(name, self.k.at(self.task.part("pairs"), turn * self.task.a.pair_bytes))
-
-    def lanes(self, name: str) -> Value:
-        """[panel] of one of QUERY_LANES."""
-        return self.k.at(self.part("lanes"), QUERY_LANES.offset(name) * self.task.s.panel)
-
-
-class Tile(NamedTuple):
-    """Some keys, with where they and their values lie."""
-
-    start: Value
-    length: Value
-    keys: Value
-    k_row: Value
-    values: Value
-    v_row: Value
-
-
-class PairWork(Work):
+class PairWork(PanelWork):
     """One block of queries of one head. Who finds out which sets `step`, `range`, `head` and `progress`."""
 
+    ends, lanes = QUERY_ENDS, QUERY_LANES
     step: Value  # block of queries, times the heads of a group
     range: Value  # of keys
     head: Value  # kv head
     progress: Value  # address of how many steps are done
 
     def __init__(self, k: Function, parts: PairParts) -> None:
-        super().__init__(k, parts.shape, parts.visibility, parts.extent)
-        self.parts: Any = parts
-        self.fetch = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))  # rows of tables
+        super().__init__(k, parts)
         a, item = self.a, self.item
         self.q_head = self.head * a.group + self.step % a.group
         self.heads = (self.q_head, self.q_head)
@@ -105,7 +68,7 @@ class PairWork(Work):
         self.keys, self.values = self.keys_of("k", self.head), self.keys_of("v", self.head)
 
     def wait(self, turn: Value) -> None:
-        """Until so many steps are done."""
+        """Waits until so many steps are done."""
         k = self.k
         with k.forever() as leave_if:
             leave_if(self.has_come(turn))
@@ -122,13 +85,13 @@ class PairWork(Work):
         return self.k.fetch_add(self.progress, 0, 0) >= turn
 
     def factor(self) -> Value:
-        """The scale of scores."""
+        """Returns the scale of scores."""
         return self._number(self.a.scale)
 
     # --- panels
 
     def pack_all(self) -> Value:
-        """All panels of the block; how many keys any of its queries sees."""
+        """Packs all panels of the block; returns how many keys any of its queries sees."""
         k = self.k
         most = k.variable(k.i64(0))
         with k.range(0, self.a.panels) as i:
@@ -168,7 +131,7 @@ class PairWork(Work):
 
     def _pack_rows(self, panel: Panel) -> None:
         k, s, a, parts = self.k, self.s, self.a, self.parts
-        units, value_units = units_of(s, a.head_dim), units_of(s, a.value_dim)
+        units, value_units = s.count_units(a.head_dim), s.count_units(a.value_dim)
         none = k.i64(0)
         queries, gradients = (panel.part(x) for x in ("queries", "gradients"))
         # the output first, where queries will lie only after delta is known
@@ -179,21 +142,16 @@ class PairWork(Work):
 
     # --- tiles
 
-    def box(self, first: Value, end: Value) -> Box:
-        """The queries of panels [first, end)."""
-        k, lanes = self.k, [Panel(self, x).lanes("position") for x in (first, end - 1)]
-        return Box(self.heads, (k.load(I64, lanes[0]), k.load(I64, lanes[1], (self.s.panel - 1) * 8)))
-
     def sees(self, start: Value, count: Value, most: Value) -> Value:
-        """Whether any query of the block, which see `most` keys at most, sees any of a tile."""
+        """Returns whether any query of the block, which see `most` keys at most, sees any of a tile."""
         k = self.k
         seen = k.variable(k.i64(0))
         with k.when(start < most):
             seen.set(self.seen_of(self.box(k.i64(0), self.a.panels), start, start + count))
         return seen.get() > 0
 
-    def staged(self, start: Value, count: Value) -> Tile:
-        """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
+    def stage_tile(self, start: Value, count: Value) -> Tile:
+        """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
         lie = []
         for name, part, source, length in (
@@ -201,7 +159,7 @@ class PairWork(Work):
             ("v", "values", self.values, a.value_dim),
         ):
             row, column = getattr(a, f"{name}_row"), getattr(a, f"{name}_column")
-            source, target, units = k.at(source, start * row), self.part(part), units_of(s, length)
+            source, target, units = k.at(source, start * row), self.part(part), s.count_units(length)
             is_staged, tile_row = getattr(a, f"{name}_staged").differs(0), units * s.number_bytes
             with k.when(is_staged):
                 k.call(self.parts.stage, target, source, tile_row, row, column, k.i64(0), count, length, units)
@@ -209,8 +167,8 @@ class PairWork(Work):
         return Tile(start, count, *lie)
 
     def if_seen(self, panel: Panel, tile: Tile, then: Callable[[Panel, Tile, Value, Value, Value], None]) -> None:
-        """then(panel, tile, first, end, clear) if a panel sees any of a tile: keys [first, end). The mask hides nothing
-        below `clear`; `causal` still may.
+        """Calls then(panel, tile, first, end, clear) if a panel sees any of a tile: keys [first, end). The mask hides
+        nothing below `clear`; `causal` still may.
         """
         k = self.k
         high = k.min(panel.end("high") - tile.start, tile.length)
@@ -225,7 +183,7 @@ class PairWork(Work):
     # --- P and dS
 
     def weigh(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> Value:
-        """P and dS of keys [first, end) of a tile; whether products must look at every pair."""
+        """Makes P and dS of keys [first, end) of a tile; returns whether products must look at every pair."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
         full = k.max(k.min(panel.end("low") - tile.start, clear), first)
         self.count(full - first, end - first)
@@ -233,21 +191,26 @@ class PairWork(Work):
         check = self.part("check")
         for name, lanes, rows, row, length, at in (
             ("scores", "queries", tile.keys, tile.k_row, a.head_dim, 3),
-            ("flows", "gradients", tile.values, tile.v_row, a.value_dim, 4),
+            ("d_scores", "gradients", tile.values, tile.v_row, a.value_dim, 4),
         ):
-            rows, units, sums = k.at(rows, first * row), units_of(s, length), k.at(check, at * s.row_bytes)
-            k.call(parts.product, panel.pairs(name), panel.part(lanes), rows, row, count, units, sums)
+            rows, units, sums = k.at(rows, first * row), s.count_units(length), k.at(check, at * s.row_bytes)
+            k.call(parts.product_tile, panel.pairs(name), panel.part(lanes), rows, row, count, units, sums)
         return self._weights(panel, (start + a.k_start, start, count, self.item.index, clear - first), full - first)
 
     def _weights(self, panel: Panel, where: tuple[Value, ...], full: Value) -> Value:
-        """P and dS, through the expression and back; whether products must look at every pair."""
+        """Makes P and dS, through the expression and back; returns whether products must look at every pair."""
         k, s, parts = self.k, self.s, self.parts
-        raw, check, scores, flows = self.part("raw"), self.part("check"), panel.pairs("scores"), panel.pairs("flows")
+        raw, check, scores, d_scores = (
+            self.part("raw"),
+            self.part("check"),
+            panel.pairs("scores"),
+            panel.pairs("d_scores"),
+        )
         position, start, count, index, clear = where
         units = [panel.pairs(x) for x in UNITS] if s.elements > 1 else []
         lanes, limits = panel.lanes("position"), panel.lanes("limit")
-        if parts.aim is not None:
-            k.call(parts.aim, k.p["a"], self.fetch, lanes, position, index)
+        if parts.prefetch_addresses is not None:
+            k.call(parts.prefetch_addresses, k.p["a"], self.fetch, lanes, position, index)
         if parts.keeps_raw:
             k.call(parts.copy, raw, scores, count * s.vectors)
         if parts.expression is not None:
@@ -258,21 +221,21 @@ class PairWork(Work):
         if parts.factors is not None:
             numbers = (position, count, index, self.a.seed, self.a.drop_below, self._number(self.a.drop_factor))
             k.call(parts.factors, factors[0], lanes, *numbers)
-            k.call(parts.multiplied, flows, *factors)
+            k.call(parts.multiplied, d_scores, *factors)
         makes_units = units if parts.units is None else []
         stats, ends = panel.part("stats"), (start, full, count, self.scale())
-        careful = k.call(parts.weights, scores, flows, stats, limits, check, *ends, *makes_units).differs(0)
+        careful = k.call(parts.weights, scores, d_scores, stats, limits, check, *ends, *makes_units).differs(0)
         if parts.flow is not None:
-            k.call(parts.flow, k.p["a"], raw, scores, flows, lanes, self.fetch, position, count, index)
+            k.call(parts.flow, k.p["a"], raw, scores, d_scores, lanes, self.fetch, position, count, index)
         if parts.multiplied is not None:
             k.call(parts.multiplied, scores, *factors)
         if parts.units is not None:
-            k.call(parts.units, scores, flows, count, *units)
+            k.call(parts.units, scores, d_scores, count, *units)
         return careful
 
     def add_to_entries(self, panel: Panel, first: Value, count: Value, sums: Value) -> None:
-        """What flows to entries of tables from P and dS of `count` keys from `first` on."""
-        k, pairs = self.k, (panel.pairs("scores"), panel.pairs("flows"))
+        """Adds gradients of entries of tables, from P and dS of `count` keys from `first` on."""
+        k, pairs = self.k, (panel.pairs("scores"), panel.pairs("d_scores"))
         where = (first + self.a.k_start, count, self.item.index)
         k.call(
             self.parts.entries, k.p["a"], self.part("raw"), *pairs, panel.lanes("position"), self.fetch, sums, *where

@@ -7,24 +7,24 @@ from typing import Any
 
 from ...arrays.array import STORAGE_BYTES
 from ..language import conversions
-from ..language.vector import I16, I32, I64, PTR, Function, Module, Value, vec
+from ..language.prototypes import prototype
+from ..language.vector import I16, I32, Function, Module, Value, vec
 from ..memory.shape import Shape
-from ..products.products import load_unit, load_units, load_values, unit_of, units_of, whole_units
+from ..products.product import product_of
 
 
 def stage_rows(module: Module, s: Shape) -> Any:
     """target[i, padded]: units of rows [first, end) of any stride and narrower type; zeros past `length` elements."""
-    names = ("target_row", "row", "column", "first", "end", "length", "padded")
-    k = module.function("stage_rows", {"target": PTR, "source": PTR} | dict.fromkeys(names, I64))
-    p = k.p
-    whole = k.select(p["column"].equals(s.storage_bytes), whole_units(s, p["length"]), k.i64(0))
-    units = units_of(s, p["length"])
+    k = module.function("stage_rows", prototype("target* source* target_row row column first end length padded"))
+    p, product = k.p, product_of(s)
+    whole = k.select(p["column"].equals(s.storage_bytes), s.whole_units(p["length"]), k.i64(0))
+    units = s.count_units(p["length"])
     with k.range(p["first"], p["end"]) as i:
         source, target = k.at(p["source"], i * p["row"]), k.at(p["target"], i * p["target_row"])
         with k.range(0, whole, s.lanes) as t:
-            k.store(load_units(k, s, source, t), target, t * s.number_bytes)
+            k.store(product.load_units(k, source, t), target, t * s.number_bytes)
         with k.range(whole, units) as t:
-            k.store(load_unit(k, s, source, t, p["column"], p["length"]), target, t * s.number_bytes)
+            k.store(product.load_unit(k, source, t, p["column"], p["length"]), target, t * s.number_bytes)
         with k.range(units, p["padded"]) as t:
             k.store(k.const(0, s.integer), target, t * s.number_bytes)
     return k.finish()
@@ -34,11 +34,10 @@ def stage_across(module: Module, s: Shape) -> Any:
     """target[unit, padded]: units of neighbouring rows, for rows [first, end); zeros for rows before and after, and
     past `length`. The row of a panel's first lane, or a tile's first key, begins a unit.
     """
-    names = ("target_row", "row", "column", "first", "end", "length", "padded")
-    k = module.function("stage_across", {"target": PTR, "source": PTR} | dict.fromkeys(names, I64))
-    p, last = k.p, k.p["end"] - 1
+    k = module.function("stage_across", prototype("target* source* target_row row column first end length padded"))
+    p, last, product = k.p, k.p["end"] - 1, product_of(s)
     whole = k.select(p["column"].equals(s.storage_bytes), p["length"] // s.lanes * s.lanes, k.i64(0))
-    with k.range(unit_of(s, p["first"]), units_of(s, p["end"])) as unit:
+    with k.range(s.unit_of(p["first"]), s.count_units(p["end"])) as unit:
         target, keep, sources = k.at(p["target"], unit * p["target_row"]), k.i64(0), []
         for i in range(s.elements):
             row = unit * s.elements + i
@@ -48,7 +47,7 @@ def stage_across(module: Module, s: Shape) -> Any:
             sources.append(k.at(p["source"], k.max(k.min(row, last), p["first"]) * p["row"]))
         keep = k.trunc(keep, I32)
         with k.range(0, whole, s.lanes) as c:
-            k.store(load_values(k, s, sources, c) & k.splat(keep, s.lanes), target, c * s.number_bytes)
+            k.store(product.gather_values(k, sources, c) & k.splat(keep, s.lanes), target, c * s.number_bytes)
         with k.range(whole, p["length"]) as c:
             low, high = (k.zext(k.load(I16, x, c * p["column"]), I32) for x in sources)
             k.store((low | (high << 16)) & keep, target, c * s.number_bytes)
@@ -58,24 +57,24 @@ def stage_across(module: Module, s: Shape) -> Any:
 
 
 def clear(module: Module, s: Shape) -> Any:
-    """`count` vectors of +0."""
-    k = module.function("clear", {"at": PTR, "count": I64})
+    """Stores `count` vectors of +0."""
+    k = module.function("clear", prototype("at* count"))
     with k.range(0, k.p["count"]) as i:
         k.store(k.const(0.0, s.vector), k.p["at"], i * s.vector_bytes)
     return k.finish()
 
 
-def copied(module: Module, s: Shape) -> Any:
-    """`count` vectors."""
-    k = module.function("copied", {"to": PTR, "source": PTR, "count": I64})
+def copy_vectors(module: Module, s: Shape) -> Any:
+    """Copies `count` vectors."""
+    k = module.function("copied", prototype("to* source* count"))
     with k.range(0, k.p["count"]) as i:
         k.store(k.load(s.vector, k.p["source"], i * s.vector_bytes), k.p["to"], i * s.vector_bytes)
     return k.finish()
 
 
-def multiplied(module: Module, s: Shape) -> Any:
-    """`count` vectors, each times its factor."""
-    k = module.function("multiplied", {"at": PTR, "factors": PTR, "count": I64})
+def multiply_vectors(module: Module, s: Shape) -> Any:
+    """Multiplies `count` vectors, each by its factor."""
+    k = module.function("multiplied", prototype("at* factors* count"))
     with k.range(0, k.p["count"]) as i:
         x, factor = (k.load(s.vector, k.p[name], i * s.vector_bytes) for name in ("at", "factors"))
         k.store(x * factor, k.p["at"], i * s.vector_bytes)
@@ -84,10 +83,8 @@ def multiplied(module: Module, s: Shape) -> Any:
 
 def add_partial(module: Module, s: Shape) -> Any:
     """total[n, width] = partial if `fresh`, else total + partial; at the `end` times `factor` and narrowed, in out."""
-    names = ("partial_row", "total_row", "out_row", "n", "width", "fresh", "end")
-    k = module.function(
-        "add_partial", {"partial": PTR, "total": PTR, "out": PTR} | dict.fromkeys(names, I64) | {"factor": s.number}
-    )
+    words = "partial* total* out* partial_row total_row out_row n width fresh end"
+    k = module.function("add_partial", prototype(words, factor=s.number))
     p = k.p
     whole = p["width"] // s.lanes * s.lanes
     fresh, end = p["fresh"].differs(0), p["end"].differs(0)
@@ -117,9 +114,7 @@ def add_partial(module: Module, s: Shape) -> Any:
 
 def load_panel(module: Module, s: Shape) -> Any:
     """acc[width, panel] from rows of sums, lanes [first, end)."""
-    k = module.function(
-        "load_panel", {"acc": PTR, "source": PTR} | dict.fromkeys(("row", "first", "end", "width"), I64)
-    )
+    k = module.function("load_panel", prototype("acc* source* row first end width"))
     p = k.p
 
     def turned(c: Value, lane: int, v: int) -> None:
@@ -139,12 +134,10 @@ def load_panel(module: Module, s: Shape) -> Any:
 
 def store_panel(module: Module, s: Shape, storage: str) -> Any:
     """Rows of acc[width, panel] times `factor`, narrowed to `storage`: lanes [first, end)."""
-    names = ("row", "first", "end", "width")
-    k = module.function(
-        f"store_panel_{storage}", {"acc": PTR, "target": PTR} | dict.fromkeys(names, I64) | {"factor": s.number}
-    )
+    params = prototype("acc* target* row first end width", factor=s.number)
+    k = module.function(f"store_panel_{storage}", params)
     p = k.p
-    size = s.number_bytes if storage in ("f32", "f64") else s.storage_bytes
+    size = STORAGE_BYTES[storage]
 
     def turned(c: Value, lane: int, v: int) -> None:
         rows = k.transpose(
@@ -165,7 +158,7 @@ def store_panel(module: Module, s: Shape, storage: str) -> Any:
 def _over_panel(
     k: Function, s: Shape, turned: Callable[[Value, int, int], None], single: Callable[[Value, Value], None]
 ) -> None:
-    """Every column of lanes [first, end): by squares that are transposed in registers, or one by one."""
+    """Takes every column of lanes [first, end): by squares that are transposed in registers, or one by one."""
     p = k.p
     for v in range(s.vectors):
         lane = v * s.lanes

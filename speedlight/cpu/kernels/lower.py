@@ -1,10 +1,11 @@
-"""From an expression's tree to vector code: a lane is a query and keys come one after another, or a lane is a key.
+"""Vector code of an expression's tree: a lane is a query and keys come one after another, or a lane is a key.
 
 What does not depend on the key is computed before the loop over keys; what is the same for all lanes is scalar.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,16 @@ from ...expressions.program import TABLE_WORDS, Program
 from ...expressions.tree import OF_KEYS, Node, order
 from ..language.functions import FUNCTIONS, like
 from ..language.lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
+from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
 from ..memory.records import field as field_at
 from ..memory.shape import Shape
+
+# what Python's operators on values emit
+_INFIX = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "and": operator.and_,
+    "or": operator.or_, "xor": operator.xor,
+}  # fmt: skip
 
 
 class Lowering:
@@ -34,6 +42,13 @@ class Lowering:
 
     def type_of(self, kind: str) -> ir.Type:
         return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
+
+    def symbols_of(self, lane: Value, **more: Value) -> dict[str, Value]:
+        """Returns symbols of a vector of queries whose positions, and then heads, lie from a lane on."""
+        k, wide = self.k, vec(I64, self.s.lanes)
+        env = {"b": k.p["batch"], "i": k.load(wide, k.p["lanes"], lane)}
+        env |= {"h": k.load(wide, k.p["lanes"], lane + self.s.panel * 8)} | more
+        return {name: self.integer(x) for name, x in env.items()}
 
     def before_keys(self, root: Node, env: dict[str, Value]) -> None:
         """Emits what no key changes."""
@@ -52,11 +67,11 @@ class Lowering:
         return x if isinstance(x.type, ir.VectorType) else self.k.splat(x, self.s.lanes)
 
     def integer(self, x: Value) -> Value:
-        """An I64 as the integers of this lowering."""
+        """Returns an I64 as the integers of this lowering."""
         return x if self.int is I64 else self.k.trunc(x, like(x, I32))
 
     def wide(self, x: Value) -> Value:
-        """And back."""
+        """Returns an integer of this lowering as an I64."""
         return x if self.int is I64 else Value(self.k, self.k.b.sext(x.x, like(x, I64)))
 
     def _broadcast(self, args: list[Value]) -> list[Value]:
@@ -74,28 +89,16 @@ class Lowering:
         args = self._broadcast(args)
         if op in FUNCTIONS:
             return FUNCTIONS[op](k, args[0])
+        if op in _INFIX:
+            return _INFIX[op](*args)
         match op:
             case "lt" | "le" | "gt" | "ge" | "eq":
                 a, b = args if node.args[0].kind != "bool" else reversed(args)  # LLVM's signed True is -1
                 return a._compare(str(OPERATIONS[op].symbol), b)
             case "ne":
                 return args[0].differs(args[1])
-            case "add":
-                return args[0] + args[1]
-            case "sub":
-                return args[0] - args[1]
-            case "mul":
-                return args[0] * args[1]
-            case "div":
-                return args[0] / args[1]
             case "floordiv" | "mod":
                 return self._divided(op, *args)
-            case "and":
-                return args[0] & args[1]
-            case "or":
-                return args[0] | args[1]
-            case "xor":
-                return args[0] ^ args[1]
             case "shl":
                 inside = self._may_shift(args[1])
                 return k.select(inside, Value(k, k.b.shl(args[0].x, (args[1] & 63).x)), k.const(0, args[0].type))
@@ -130,7 +133,7 @@ class Lowering:
         return number if self.type_of(node.kind) is F64 else self.k.narrow(number, F32)
 
     def _may_shift(self, by: Value) -> Value:
-        """LLVM leaves shifts by anything else undefined.
+        """Returns whether a shift is defined: LLVM leaves others undefined.
 
         Integers that are shifted have 64 bits: their intervals are unknown.
         """
@@ -180,7 +183,7 @@ class Lowering:
         return self.k.at(self.tables_at, self.program.tables[node.value] * TABLE_WORDS * 8)
 
     def _look_up(self, node: Node, index: list[Value]) -> Value:
-        """The entry at the index, clamped to the table; where it was out of bounds is remembered."""
+        """Returns the entry at the index, clamped to the table; where it was out of bounds is remembered."""
         k, at = self.k, self.table_at(node)
         offset: Value | None = None
         for d, x in enumerate(map(self.wide, index)):
@@ -191,9 +194,11 @@ class Lowering:
         return as_number(k, node, entries(k, node, k.load(PTR, at), offset), self.type_of(node.kind))
 
     def streams(self, program: Program, roots: list[Node], env: dict[str, Value], ahead: Value) -> list[Stream]:
-        """The lookups that are read many keys at once, begun. `ahead` as from aim(), at these lanes."""
+        """Begins the lookups that are read many keys at once. `ahead` as from prefetch_addresses(), at these lanes."""
         addresses = {
-            id(x): k_at for n, x in enumerate(squares(program)) for k_at in [self.k.at(ahead, n * self.s.panel * 8)]
+            id(x): k_at
+            for n, x in enumerate(per_query_streams(program))
+            for k_at in [self.k.at(ahead, n * self.s.panel * 8)]
         }
         lookups = {id(n): n for root in roots for n in order(root) if n.op == "table" and direction(n)}
         out = []
@@ -216,7 +221,7 @@ class Lowering:
         key: Callable[[Value, Value], None],
         after: Callable[[Value, Value], None] | None = None,
     ) -> None:
-        """key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
+        """Calls key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
 
         `position`: of key 0. `after`: called with the ends of every group of keys, as many as lanes, but for the last.
         """
@@ -236,49 +241,38 @@ class Lowering:
                 after(group, last)
 
 
-def squares(program: Program) -> list[Node]:
-    """The streams of which every query has a row of its own, read forwards."""
+def per_query_streams(program: Program) -> list[Node]:
+    """Returns the streams of which every query has a row of its own, read forwards."""
     nodes = {id(n): n for n in program.nodes if n.op == "table" and direction(n) == 1}
     return [n for n in nodes.values() if any(["i" in a.uses for a in n.args[:-1]])]
 
 
 def scale_of(k: Function, s: Shape) -> Value:
-    """The scale of scores, in every lane."""
+    """Returns the scale of scores, in every lane."""
     word = k.load(I64, k.p["a"], field_at("scale"))
     return k.splat(word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32), s.lanes)
 
 
 def of_queries(k: Function, s: Shape, program: Program, v: Value) -> tuple[Lowering, dict[str, Value], Value]:
-    """Of one vector of queries: its lowering, its symbols, and where its lanes are."""
-    wide, lane = vec(I64, s.lanes), v * (s.lanes * 8)
+    """Returns the lowering of one vector of queries, its symbols, and where its lanes are."""
+    lane = v * (s.lanes * 8)
     numbers, tables = (k.load(PTR, k.p["a"], field_at(n)) for n in ("numbers", "tables"))
     lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-    env = {
-        "b": k.p["batch"],
-        "i": k.load(wide, k.p["lanes"], lane),
-        "h": k.load(wide, k.p["lanes"], lane + s.panel * 8),
-    }
-    return lowering, {name: lowering.integer(x) for name, x in env.items()}, lane
+    return lowering, lowering.symbols_of(lane), lane
 
 
-def aim(module: Any, s: Shape, program: Program) -> Any:
+def prefetch_addresses(module: Any, s: Shape, program: Program) -> Any:
     """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a
     hint.
     """
-    k = module.function("aim", {"a": PTR, "ahead": PTR, "lanes": PTR, "first": I64, "batch": I64}, special=True)
-    p, wide = k.p, vec(I64, s.lanes)
+    k = module.function("prefetch_addresses", prototype("a* ahead* lanes* first batch"), special=True)
+    p = k.p
     numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
     with k.range(0, s.vectors) as v:
         lane = v * (s.lanes * 8)
         lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-        env = {
-            "b": p["batch"],
-            "i": k.load(wide, p["lanes"], lane),
-            "h": k.load(wide, p["lanes"], lane + s.panel * 8),
-            "j": p["first"],
-        }
-        env = {name: lowering.integer(x) for name, x in env.items()}
-        for n, node in enumerate(squares(program)):
+        env = lowering.symbols_of(lane, j=p["first"])
+        for n, node in enumerate(per_query_streams(program)):
             stream = Stream(k, node, lowering.table_at(node), s.lanes, s.number)
             *leading, last = (lowering.wide(lowering.value(x, env, lowering.values)) for x in node.args)
             stream.begin(leading)
@@ -294,10 +288,8 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     from score_tile, of the keys that the mask shows. An index out of range at a visible key is noted in `wrong`: per
     lookup and dimension, a flag and one such index.
     """
-    k = module.function("expression_tile",
-                        {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
-                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64,
-                                            "full": I64, "ahead": PTR}, special=True)  # fmt: skip
+    words = "a* scores* check* lanes* limits* first start n_keys batch clear full ahead*"
+    k = module.function("expression_tile", prototype(words), special=True)
     p = k.p
     scale = scale_of(k, s)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
@@ -307,8 +299,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     with k.range(0, s.vectors) as v:
         at, lane = v * (s.lanes * s.number_bytes), v * (s.lanes * 8)
         lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-        env = {"b": p["batch"], "i": k.load(wide, p["lanes"], lane), "h": k.load(wide, p["lanes"], lane + s.panel * 8)}
-        env = {name: lowering.integer(x) for name, x in env.items()}
+        env = lowering.symbols_of(lane)
         seen = k.load(wide, p["limits"], lane) - k.splat(p["start"], s.lanes)
         for root in (program.score, program.mask):
             if root is not None:
@@ -360,8 +351,8 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
 
     `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
     """
-    names = ("first", "count", "limit", "clear", "batch", "head", "position")
-    k = module.function("expression_row", {"a": PTR, "scores": PTR} | dict.fromkeys(names, I64), special=True)
+    words = "a* scores* first count limit clear batch head position"
+    k = module.function("expression_row", prototype(words), special=True)
     p, n = k.p, s.lanes
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables", "wrong"))
     scale = scale_of(k, s)
@@ -388,7 +379,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
 
 
 def _any(lowering: Lowering, conditions: list[Value]) -> Value | None:
-    """Whether any lane of any condition holds; None without conditions."""
+    """Returns whether any lane of any condition holds; None without conditions."""
     every: Value | None = None
     for condition in conditions:
         vector = lowering.vector(condition)

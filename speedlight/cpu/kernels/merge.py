@@ -18,7 +18,8 @@ from ..language import functions
 from ..language.conversions import load_f64, store_f64
 from ..language.vector import F64, I64, PTR, Function, Module, Value, vec
 from ..memory.records import HEAD, Record
-from .task import Words, entry, region
+from ..memory.words import Words
+from .task import entry, region
 
 BLOCK = 16  # rows whose weights are computed together
 _VECTORS = 8  # vectors of columns summed together
@@ -31,17 +32,17 @@ ARGUMENTS = Record(
 )  # fmt: skip
 STATE = Record("out", "out_kind", "column", "lse", "lse_kind")
 _ENTRY = Record("at", "kind", "column", "weight")  # of a state that has a say in a row
-_NO_SAY = -1.0  # instead of a weight
+_EMPTY_STATE = -1.0  # instead of a weight
 
 
 def scratch_bytes(states: int, dims: int) -> int:
-    """Of one worker: weights and addresses of a block's rows, a row's entries, its index, the block's results."""
+    """Bytes of one worker: weights and addresses of a block's rows, a row's entries, its index, the block's results."""
     return 8 * (2 * BLOCK * states + dims + BLOCK) + _ENTRY.bytes * states
 
 
 @dataclass(frozen=True, slots=True)
 class MergeShape:
-    """What the merge kernel is specialised for: dtypes, strides and the number of states are arguments."""
+    """The specialisation of the merge kernel: dtypes, strides and the number of states are arguments."""
 
     isa: Isa
     kind: ClassVar[str] = "merge"
@@ -97,7 +98,7 @@ def _by_kind(k: Function, kind: Value, emit: Callable[[str], None]) -> None:
 
 
 def _load_number(module: Module) -> Any:
-    """One number of any kind, in f64."""
+    """Loads one number of any kind, in f64."""
     k = module.function("load_number", {"kind": I64, "at": PTR}, F64)
     x = k.variable(k.const(0.0, F64))
     _by_kind(k, k.p["kind"], lambda storage: x.set(load_f64(k, storage, k.p["at"])))
@@ -118,7 +119,7 @@ def _bytes_of(k: Function, kind: Value) -> Value:
 
 
 def _task(module: Module, s: MergeShape) -> Any:
-    """One ticket: `ticket_rows` rows."""
+    """Does one ticket: `ticket_rows` rows."""
     numbers = _load_number(module), _store_number(module)
     locate, weigh, total = _locate(module, numbers), _weigh(module, s, numbers), _sum(module, s, numbers)
     part = _Part(module, "task", "number")
@@ -135,7 +136,7 @@ def _task(module: Module, s: MergeShape) -> Any:
 
 
 def _locate(module: Module, numbers: Any) -> Any:
-    """Of the rows [start, end), and the last one again up to BLOCK: where each state's outputs lie, and its
+    """Finds of the rows [start, end), and the last one again up to BLOCK, where each state's outputs lie, and its
     log-sum-exp.
     """
     part = _Part(module, "locate", "start", "end")
@@ -163,7 +164,7 @@ def _locate(module: Module, numbers: Any) -> Any:
 
 
 def _weigh(module: Module, s: MergeShape, numbers: Any) -> Any:
-    """From the log-sum-exps of a block's rows, in lanes: each state's share, or _NO_SAY; stores the merged
+    """Makes of the log-sum-exps of a block's rows, in lanes, each state's share, or _EMPTY_STATE; stores the merged
     log-sum-exps.
     """
     part = _Part(module, "weigh", "start", "end")
@@ -179,7 +180,7 @@ def _weigh(module: Module, s: MergeShape, numbers: Any) -> Any:
             x = k.load(t, part.weight(n, lane))
             w = functions.exp(k, x - base)
             total.set(total.get() + w)
-            k.store(k.select(x.equals(-math.inf), k.const(_NO_SAY, t), w), part.weight(n, lane))
+            k.store(k.select(x.equals(-math.inf), k.const(_EMPTY_STATE, t), w), part.weight(n, lane))
         with k.range(0, count) as n:
             w = k.load(t, part.weight(n, lane))
             k.store(k.select(w < 0.0, w, w / total.get()), part.weight(n, lane))
@@ -192,7 +193,9 @@ def _weigh(module: Module, s: MergeShape, numbers: Any) -> Any:
 
 
 def _sum(module: Module, s: MergeShape, numbers: Any) -> Any:
-    """One row: the states that have a say are listed, then columns are summed, many side by side where they adjoin."""
+    """Sums one row: the states that have a say are listed, then columns are summed, many side by side where they
+    adjoin.
+    """
     part = _Part(module, "sum", "row", "r")
     k, p = part.k, part.p
     states, entries, said = k.pointer(part.a.states), part.entries(), k.variable(k.i64(0))
@@ -234,7 +237,7 @@ class _Columns:
         return k.pointer(entry.at), entry.kind, entry.column, k.load(F64, at, _ENTRY.offset("weight"))
 
     def vectors(self, column: Value, count: int, lanes: int) -> None:
-        """`count` vectors of columns."""
+        """Sums `count` vectors of columns."""
         k = self.k
         sums = [k.variable(k.splat(self.empty, lanes)) for _ in range(count)]
         with k.range(0, self.said) as n:
@@ -257,7 +260,7 @@ class _Columns:
         _by_kind(k, self.kind, store)
 
     def one(self, column: Value, numbers: Any) -> None:
-        """One column, wherever it lies."""
+        """Sums one column, wherever it lies."""
         k = self.k
         total = k.variable(self.empty)
         with k.range(0, self.said) as n:

@@ -2,7 +2,7 @@
 part of the keys.
 
 There, of each row its accumulator lies as its output does, in numbers instead of the storage type; its running_max and
-running_sum, side by side, as its log-sum-exp does. All arguments are layout.FORWARD's.
+running_sum, side by side, as its log-sum-exp does. All arguments are records.FORWARD's.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..language import conversions
+from ..language.prototypes import prototype
 from ..language.vector import I64, PTR, Function, Module, Value
 from ..memory.records import FORWARD
 from ..memory.shape import Shape
+from ..memory.words import Words
 from .prefetch import fetch_lines
 from .softmax import Quotients, is_empty, log_sum_exp, merge_of
-from .task import Words
 
 
 class _Rows:
-    """Where the rows of a panel have their states, from the tables of their outputs and log-sum-exps."""
+    """Addresses of the states of a panel's rows, from the tables of their outputs and log-sum-exps."""
 
     def __init__(self, k: Function, s: Shape) -> None:
         self.k, self.s, self.a = k, s, Words(k, FORWARD, k.p["a"])
@@ -36,8 +37,8 @@ class _Rows:
 
 
 def load_state(module: Module, s: Shape) -> Any:
-    """The state of a panel: its last lanes may be one row again and again."""
-    k = module.function("load_state", {"a": PTR, "state": PTR, "outs": PTR, "lses": PTR})
+    """Loads the state of a panel: its last lanes may be one row again and again."""
+    k = module.function("load_state", prototype("a* state* outs* lses*"))
     rows, state, width = _Rows(k, s), k.p["state"], Words(k, FORWARD, k.p["a"]).value_dim
     accumulator, whole = k.at(state, 2 * s.row_bytes), width // s.lanes * s.lanes
     with k.range(0, s.vectors) as v, k.range(0, whole, s.lanes) as c:
@@ -55,8 +56,8 @@ def load_state(module: Module, s: Shape) -> Any:
 
 
 def store_state(module: Module, s: Shape) -> Any:
-    """The states of the first `count` lanes."""
-    k = module.function("store_state", {"a": PTR, "state": PTR, "outs": PTR, "lses": PTR, "count": I64})
+    """Stores the states of the first `count` lanes."""
+    k = module.function("store_state", prototype("a* state* outs* lses* count"))
     rows, state, width = _Rows(k, s), k.p["state"], Words(k, FORWARD, k.p["a"]).value_dim
     accumulator, count = k.at(state, 2 * s.row_bytes), k.p["count"]
     with k.range(0, s.vectors) as v:
@@ -77,7 +78,7 @@ def store_state(module: Module, s: Shape) -> Any:
 
 
 def clear_state(k: Function, s: Shape, state: Value, rows: Value) -> None:
-    """(-inf, 0, 0): a state of `rows` rows that has seen nothing."""
+    """Stores (-inf, 0, 0), a state of `rows` rows that has seen nothing."""
     for v in range(s.vectors):
         k.store(k.const(float("-inf"), s.vector), state, s.lane_offset(v))
     with k.range(1, rows) as row:
@@ -87,7 +88,7 @@ def clear_state(k: Function, s: Shape, state: Value, rows: Value) -> None:
 
 def merge_states(module: Module, s: Shape) -> Any:
     """total ⊕ span: the first non-empty one is copied, later ones merged, empty ones skipped, lane by lane."""
-    k = module.function("merge_states", {"total": PTR, "span": PTR, "width": I64})
+    k = module.function("merge_states", prototype("total* span* width"))
     p = k.p
     merges = []
     for v in range(s.vectors):
@@ -108,8 +109,8 @@ def merge_states(module: Module, s: Shape) -> Any:
 
 def store_panel(module: Module, s: Shape, log: Any) -> Any:
     """Outputs and log-sum-exps of the first `count` lanes, to the rows named by tables of pointers."""
-    params = {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64}
-    k = module.function("store_panel", params | ({"divisor": s.number} if s.dropout else {}))
+    types = {"divisor": s.number} if s.dropout else {}
+    k = module.function("store_panel", prototype("state* table* lse_table* count width column", **types))
     p = k.p
     acc = k.at(p["state"], 2 * s.row_bytes)
     with k.range(0, s.vectors) as v:
@@ -125,8 +126,8 @@ def store_panel(module: Module, s: Shape, log: Any) -> Any:
 
 
 def _store_rows(k: Function, s: Shape, v: Value, acc: Value, quotients: Quotients) -> None:
-    """One vector of queries' outputs, [width, lanes]: transposed where all lanes are rows of unit stride, else by
-    way of `acc`.
+    """Stores one vector of queries' outputs, [width, lanes]: transposed where all lanes are rows of unit stride, else
+    by way of `acc`.
     """
     p, at, first = k.p, v * s.vector_bytes, v * s.lanes
     unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)

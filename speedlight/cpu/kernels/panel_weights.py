@@ -9,10 +9,11 @@ from typing import Any, Literal
 from llvmlite import ir
 
 from ...problem.problem import TILE
-from ..language.vector import F32, I32, I64, PTR, Function, Module, Value, vec
+from ..language.prototypes import prototype
+from ..language.vector import F32, I32, I64, Function, Module, Value, vec
 from ..memory.shape import Shape
-from ..products.products import add_weights, packed, scales_of, unit_of
-from .softmax import LARGE, base_of, clamped, exp4, largest, lowest_exponent, rescaled
+from ..products.product import product_of
+from .softmax import LARGE, base_of, clamp_exponents, exp4, find_largest, lowest_exponent, rescale_weights
 
 
 def softmax_tile(module: Module, s: Shape) -> Any:
@@ -23,13 +24,11 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     finite, the maximum is below LARGE and no weight underflows, those keys take the fast loop; all others take the
     careful one, which stands anything. There the weight of a hidden key is -0, which no visible key can have.
     """
-    params = {
-        "scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "clear": I64, "full": I64,
-        "n_keys": I64, "c": s.number,
-    }  # fmt: skip
-    if s.pads:
-        params["missing"] = s.number  # what the partner of an odd last key weighs
-    k = module.function("softmax_tile", params | scales_of(s), I64)
+    words = "scores* check* state* limits* tile_start clear full n_keys c"
+    # what the partner of an odd last key weighs
+    words += " missing" * s.pads + " scales*" * s.format.is_coded
+    types = {"c": s.number} | ({"missing": s.number} if s.pads else {})
+    k = module.function("softmax_tile", prototype(words, **types), I64)
     p = k.p
     c = k.splat(p["c"], s.lanes)
     old = [k.load(s.vector, p["state"], s.lane_offset(v)) for v in range(s.vectors)]
@@ -44,7 +43,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     with k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"])):
         ends = [k.select(finite, p[x], k.i64(0)) for x in ("clear", "full")]
         for top, best, x in zip(tops, _largest_seen(k, s, limits, ends), old, strict=True):
-            top.set(largest(k, s, best, c, x))
+            top.set(find_largest(k, s, best, c, x))
     weights = _Weights(k, s, c, [top.get() for top in tops], limits)
     weights.add(finite & normal)
     weights.finish(old)
@@ -52,7 +51,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
 
 
 def limit_of(k: Function, s: Shape, v: int) -> Value:
-    """How many keys of this tile each lane sees."""
+    """Counts the keys of this tile that each lane sees."""
     wide = vec(I64, s.lanes)
     x = k.load(wide, k.p["limits"], v * s.lanes * 8) - k.splat(k.p["tile_start"], s.lanes)
     x = k.max(k.min(x, k.const(TILE, wide)), k.const(0, wide))
@@ -60,18 +59,18 @@ def limit_of(k: Function, s: Shape, v: int) -> Value:
 
 
 def below(k: Function, s: Shape, j: Value, limit: Value) -> Value:
-    """Which lanes see key j of a tile, if its score is not -inf."""
+    """Returns which lanes see key j of a tile, if its score is not -inf."""
     return k.splat(j if s.wide else k.trunc(j, I32), s.lanes) < limit
 
 
 def sees(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
-    """Visible and not -inf (NaN counts as visible)."""
+    """Returns which lanes see a key whose score is not -inf (NaN counts as visible)."""
     return below(k, s, j, limit) & x.differs(float("-inf"))
 
 
 def _largest_seen(k: Function, s: Shape, limits: list[Value], whole: list[Value]) -> list[Value]:
-    """Each lane's largest visible score. Keys of `whole`, from and to, are finite and visible; several maxima of them
-    are taken side by side, as each waits for the one before.
+    """Returns each lane's largest visible score. Keys of `whole`, from and to, are finite and visible; several maxima
+    of them are taken side by side, as each waits for the one before.
     """
     lowest, chains = k.const(float("-inf"), s.vector), max(1, min(4, s.isa.registers // (4 * s.vectors)))
     best = [[k.variable(lowest) for _ in range(chains)] for _ in range(s.vectors)]
@@ -103,13 +102,14 @@ class _Weights:
 
     def __init__(self, k: Function, s: Shape, c: Value, top: list[Value], limits: list[Value]) -> None:
         self.k, self.s, self.c, self.top, self.limits = k, s, c, top, limits
+        self.product = product_of(s)
         self.base = [base_of(k, s, t) for t in top]
         self.hidden = k.const(-0.0, s.vector)
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
     def add(self, usual: Value) -> None:
-        """All keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be anything, are
-        dropped.
+        """Weighs all keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be
+        anything, are dropped.
         """
         k, p, together = self.k, self.k.p, self.s.elements
         first, end = p["clear"], p["full"] & -2
@@ -135,38 +135,42 @@ class _Weights:
             self._step(j, keys, how)
 
     def _step(self, j: Value, keys: int, how: _How) -> None:
-        """Keys j and j + 1; or one alone."""
+        """Weighs keys j and j + 1, or one alone."""
         weights = self._weigh(j, keys, how)
         for v in range(self.s.vectors):
             for i in range(0, keys, self.s.elements):
                 self._store(j + i, v, [x[v] for x in weights[i : i + self.s.elements]])
 
     def _store(self, j: Value, v: int, weights: list[Value]) -> None:
-        """The weights of the unit of keys that begins with key j; the last one's may be incomplete.
+        """Stores the weights of the unit of keys that begins with key j; the last one's may be incomplete.
 
         A missing partner weighs +0 beside the zeros past an array's end. It is hidden where there may be anything, and
         where its key is: +0 would change the sign of a sum that is -0.
         """
-        k, s, total = self.k, self.s, self.total[v]
+        k, s, product, total = self.k, self.s, self.product, self.total[v]
         missing = s.elements - len(weights)
         partner = self.hidden
         if missing and s.pads:
             sign = weights[0].bits(s.ivector) & self.hidden.bits(s.ivector)
             partner = (k.splat(k.p["missing"], s.lanes).bits(s.ivector) | sign).bits(s.vector)
-        unit = packed(k, s, weights + [partner] * missing)
-        stored = rescaled(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes)) if s.quantised else unit
-        k.store(stored, k.p["scores"], unit_of(s, j) * s.row_bytes + s.lane_offset(v))
-        unit = packed(k, s, weights + [self.hidden] * missing) if missing else unit
-        total.set(add_weights(k, s, unit, total.get()))
+        unit = product.pack_weights(k, weights + [partner] * missing)
+        stored = (
+            rescale_weights(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes))
+            if s.format.is_coded
+            else unit
+        )
+        k.store(stored, k.p["scores"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
+        unit = product.pack_weights(k, weights + [self.hidden] * missing) if missing else unit
+        total.set(product.add_weights(k, unit, total.get()))
 
     def _weigh(self, j: Value, keys: int, how: _How) -> list[list[Value]]:
-        """[key][vector] of weights."""
+        """Returns [key][vector] of weights."""
         k, s = self.k, self.s
         each = [(i, v) for i in range(keys) for v in range(s.vectors)]
         xs = [k.load(s.vector, k.p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in each]
         es = [k.fma(x, self.c, -self.base[v]) for x, (_, v) in zip(xs, each, strict=True)]
         if how == "careful":
-            es = clamped(k, s, es, [self.base[v] for _, v in each])
+            es = clamp_exponents(k, s, es, [self.base[v] for _, v in each])
         ws = exp4(k, s, es, any_x=how == "careful")
         if how != "all":
             shown = [below(k, s, j + i, self.limits[v]) for i, v in each]

@@ -1,4 +1,4 @@
-"""What a thread's next task will read and write, brought into its cache while this one computes.
+"""Prefetches of what a thread's next task will read and write, while this one computes.
 
 A short sequence's arrays are read from memory once, by tasks that would wait for every row. These are hints: another
 thread may draw that ticket, and any address will do.
@@ -12,17 +12,19 @@ from typing import Any
 
 from ...problem.problem import TILE
 from ..language.vector import I64, PTR, Function, Value
-from ..memory.records import FORWARD, UPCOMING
+from ..memory.records import FORWARD, PREFETCH
 from ..memory.shape import Shape
-from .task import Words
+from ..memory.words import Words
 
 _LEVEL = 2  # a task's arrays fill the first-level cache several times
 
 
-def aim_at_next(task: Any) -> tuple[Value, Value]:
-    """Whether a task follows, and what of it is fetched next (UPCOMING): of its keys, if they are others, a tile."""
+def find_prefetch(task: Any) -> tuple[Value, Value]:
+    """Returns whether a task follows, and what of it is fetched next (PREFETCH): of its keys, if they are others, a
+    tile.
+    """
     k, a = task.k, task.a
-    cursors, number = k.buffer(I64, len(UPCOMING.names)), k.p["number"] + a.upcoming
+    cursors, number = k.buffer(I64, len(PREFETCH.names)), k.p["number"] + a.upcoming
     follows = a.upcoming.differs(0) & (number < a.limit)
     with k.when(follows):
         item = task.item_of(number)
@@ -34,40 +36,40 @@ def aim_at_next(task: Any) -> tuple[Value, Value]:
         words["positions"] = (rows + (a.group - 1)) // a.group
         words["keys"] = k.select(same, k.i64(0), k.min(item.k_len, k.i64(TILE)))
         for name, word in words.items():
-            k.store(word, cursors, UPCOMING.offset(name))
+            k.store(word, cursors, PREFETCH.offset(name))
     return follows, cursors
 
 
 def fetch_next(k: Function) -> None:
-    """Fetches a share of what `upcoming` says, if a task follows, and goes on to the next."""
+    """Fetches a share of what `prefetch` says, if a task follows, and goes on to the next."""
     with k.when(k.p["follows"].differs(0)):
-        a, upcoming = Words(k, FORWARD, k.p["a"]), Words(k, UPCOMING, k.p["upcoming"])
-        with _share(k, upcoming, "positions", a.next_positions):
+        a, prefetch = Words(k, FORWARD, k.p["a"]), Words(k, PREFETCH, k.p["prefetch"])
+        with _share(k, prefetch, "positions", a.next_positions):
             for name in ("q", "out"):
-                row, lines = getattr(upcoming, name), getattr(a, f"{name}_lines")
+                row, lines = getattr(prefetch, name), getattr(a, f"{name}_lines")
                 with k.range(0, a.group) as head:
                     _fetch_row(k, row + head * getattr(a, f"{name}_head"), lines, write=name == "out")
-                k.store(row + getattr(a, f"{name}_row"), k.p["upcoming"], UPCOMING.offset(name))
-        with _share(k, upcoming, "keys", a.next_keys):
+                k.store(row + getattr(a, f"{name}_row"), k.p["prefetch"], PREFETCH.offset(name))
+        with _share(k, prefetch, "keys", a.next_keys):
             for name in ("k", "v"):
-                row = getattr(upcoming, name)
+                row = getattr(prefetch, name)
                 _fetch_row(k, row, getattr(a, f"{name}_lines"))
-                k.store(row + getattr(a, f"{name}_row"), k.p["upcoming"], UPCOMING.offset(name))
+                k.store(row + getattr(a, f"{name}_row"), k.p["prefetch"], PREFETCH.offset(name))
 
 
 @contextlib.contextmanager
-def _share(k: Function, upcoming: Words, name: str, most: Value) -> Iterator[None]:
-    """A loop over as many as are left, or `most`; there are fewer left then."""
-    left = getattr(upcoming, name)
+def _share(k: Function, prefetch: Words, name: str, most: Value) -> Iterator[None]:
+    """Loops over as many as are left, or `most`; there are fewer left then."""
+    left = getattr(prefetch, name)
     count = k.min(left, most)
-    k.store(left - count, k.p["upcoming"], UPCOMING.offset(name))
+    k.store(left - count, k.p["prefetch"], PREFETCH.offset(name))
     with k.range(0, count):
         yield
 
 
 def fetch_lines(k: Function, s: Shape, table: Value, element: Value, *, write: bool = False) -> None:
-    """The next lines of as many rows as a vector has lanes, from an element on, while those before are transposed; a
-    table has the rows' addresses. Only where the shape says so.
+    """Fetches the next lines of as many rows as a vector has lanes, from an element on, while those before are
+    transposed; a table has the rows' addresses. Only where the shape says so.
     """
     if s.fetches_rows:
         for lane in range(s.lanes):

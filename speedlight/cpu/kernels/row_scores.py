@@ -1,28 +1,21 @@
 """Micro-kernels in which a lane is a key: scores[row, key] = queries[row] · keys[key], of rows of keys or of a cache.
 
 One chain of multiply-adds over the units for each score; several chains at once, for none to wait. What follows is in
-keys_in_lanes.py, and so is what lies where.
+row_weights.py, and so is what lies where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ...problem.problem import TILE
+from ..language.prototypes import prototype
 from ..language.vector import I64, PTR, Function, Module, Value
+from ..memory.formats import load_scales
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
-from ..products.products import (
-    by_pairs,
-    load_keys,
-    load_scales,
-    load_unit,
-    load_units,
-    multiply_add,
-    parted,
-    whole_units,
-)
+from ..products.product import product_of
+from ..products.units import KeyRun
 
 
 def score_row(s: Shape) -> int:
@@ -30,10 +23,7 @@ def score_row(s: Shape) -> int:
     return TILE * s.number_bytes
 
 
-_SCORE_PARAMS = {
-    "scores": PTR, "queries": PTR, "places": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64,
-    "head_dim": I64,
-}  # fmt: skip
+_SCORE = "scores* queries* places* key_row count units rows head_dim"
 
 
 def score(module: Module, s: Shape) -> Any:
@@ -42,27 +32,26 @@ def score(module: Module, s: Shape) -> Any:
 
 
 def score_rows(module: Module, s: Shape) -> Any:
-    """Over rows of keys: a vector of keys at a time is transposed in registers, of bf16 that is widened in pairs.
+    """Scores rows of keys: a vector of keys at a time is transposed in registers, in runs that the product chooses.
 
     Keys past the end repeat the last one; what they score is never used.
     """
-    k = module.function("score_rows", _SCORE_PARAMS)
-    p, n = k.p, s.lanes
+    k = module.function("score_rows", prototype(_SCORE))
+    p, n, product = k.p, s.lanes, product_of(s)
     rows, column = k.buffer(I64, n), k.buffer(s.unit, n)
-    whole, in_pairs = whole_units(s, p["head_dim"]), s.widens_pairs
-    pairs = whole // (2 * n) * (2 * n) if in_pairs else k.i64(0)
+    runs = list(product.key_runs(k, p["head_dim"]))
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
     dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
     unit_step = k.select(dense, k.i64(n * s.stored_bytes), k.i64(s.stored_bytes))
     zero = k.const(0.0, s.vector)
 
-    def transposed(ahead: Value | None, t: Value, bytes_: int, load: Callable[[Value], Value]) -> list[Value]:
-        """So many bytes of each row, from unit t on, as load(row) gives them."""
-        lane_step, keys = k.select(dense, k.i64(bytes_), p["key_row"]), []
+    def transposed(ahead: Value | None, t: Value, run: KeyRun) -> list[Value]:
+        """Loads and transposes units of each row, from unit t on."""
+        lane_step, keys = k.select(dense, k.i64(run.bytes), p["key_row"]), []
         for m in range(n):
             if ahead is not None:
                 k.prefetch(k.at(ahead, t * unit_step + lane_step * m), s.fetching.level)
-            keys.append(load(k.load(PTR, rows, 8 * m)))
+            keys.append(run.load(k.load(PTR, rows, 8 * m), t))
         return k.transpose(keys)
 
     def each_row(j: Value, t: Value, columns: list[Value]) -> None:
@@ -71,7 +60,7 @@ def score_rows(module: Module, s: Shape) -> Any:
             query = k.at(p["queries"], (r * p["units"] + t) * s.number_bytes)
             total = k.load(s.vector, at)
             for u, keys in enumerate(columns):
-                total = multiply_add(k, s, k.splat(k.load(s.unit, query, u * s.number_bytes), n), keys, total)
+                total = product.multiply_add(k, k.splat(k.load(s.unit, query, u * s.number_bytes), n), keys, total)
             k.store(total, at)
 
     with k.range(0, p["count"], n) as j:
@@ -80,28 +69,24 @@ def score_rows(module: Module, s: Shape) -> Any:
             k.store(k.load(I64, p["places"], k.min(j + m, p["count"] - 1) * 8), rows, 8 * m)
         with k.range(0, p["rows"]) as r:
             k.store(zero, p["scores"], r * score_row(s) + j * s.number_bytes)
-        if in_pairs:
-            with k.range(0, pairs, 2 * n) as t:
-                both = transposed(ahead, t, 4 * n, lambda row, t=t: k.load(s.ivector, row, t * 2))
-                for half in (0, 1):  # as many vectors as there is room for
-                    some = both[half * (n // 2) :][: n // 2]
-                    each_row(j, t + half * n, [y for x in some for y in parted(x)])
-        with k.range(pairs, whole, n) as t:
-            width = n * s.stored_bytes
-            each_row(j, t, transposed(ahead, t, width, lambda row, t=t: load_units(k, s, row, t, stored=True)))
-        with k.range(whole, p["units"]) as t:
+        for run in runs:
+            with k.range(run.first, run.end, run.step) as t:
+                found = transposed(ahead, t, run)
+                for i in range(run.step // n):
+                    each_row(j, t + i * n if run.step > n else t, run.columns(found, i))
+        with k.range(runs[-1].end, p["units"]) as t:
             for m in range(n):
-                x = load_unit(k, s, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
+                x = product.load_unit(k, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
                 k.store(x, column, m * s.number_bytes)
             each_row(j, t, [k.load(s.units, column)])
     return k.finish()
 
 
 def score_lanes(module: Module, s: Shape) -> Any:
-    """Over a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read in
+    """Scores a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read in
     sequence.
     """
-    k = module.function("score_lanes", _SCORE_PARAMS)
+    k = module.function("score_lanes", prototype(_SCORE))
     p = k.p
     far = blocks_ahead(k, s, p["key_row"])
     tiles = _score_tiles(s)
@@ -124,11 +109,11 @@ def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
     """Rows and blocks of a cache whose sums are in registers."""
     if s.lanes < BLOCK:
         return s.tiles.narrow_scores
-    return s.tiles.int8_scores if s.quantised else s.tiles.scores
+    return s.tiles.int8_scores if s.format.is_coded else s.tiles.scores
 
 
 def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j: Value, together: int) -> None:
-    """Some rows against some blocks from key j on: as many independent chains as there are sums.
+    """Scores some rows against some blocks from key j on: as many independent chains as there are sums.
 
     A block past the end repeats the last one. Meanwhile the block `far` ahead of each is fetched.
     """
@@ -141,20 +126,20 @@ def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j
 def _score_groups(
     k: Function, s: Shape, aheads: list[Value], groups: list[tuple[list[Value], list[Value]]], j: Value
 ) -> None:
-    """Of each group all its rows against all its blocks, whose first key is key j; all chains in step."""
-    p, n, unit_bytes = k.p, s.lanes, BLOCK * s.stored_bytes
+    """Scores of each group all its rows against all its blocks, whose first key is key j; all chains in step."""
+    p, n, unit_bytes, product = k.p, s.lanes, BLOCK * s.stored_bytes, product_of(s)
     sums = []  # of each group its vectors of keys; of each row its query, and its sums
     for rows, blocks in groups:
         vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
         queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
         sums.append((vectors, [(x, [k.variable(k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
-    for ahead in aheads if s.quantised else ():
+    for ahead in aheads if s.format.is_coded else ():
         k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
     def units(t: Value, count: int = 1) -> None:
-        """So many, which lie together."""
+        """Adds so many units, which lie together."""
         for vectors, rows in sums:
-            keys = [load_keys(k, s, block, t, lane, count) for block, lane in vectors]
+            keys = [product.load_keys(k, block, t, lane, count) for block, lane in vectors]
             for ahead in aheads:
                 for line in range(0, unit_bytes * count, 64):
                     k.prefetch(k.at(ahead, t * unit_bytes + line), s.fetching.level)
@@ -162,18 +147,15 @@ def _score_groups(
                 for u in range(count):
                     query = k.splat(k.load(s.unit, row, (t + u) * s.number_bytes), n)
                     for total, x in zip(totals, keys, strict=True):
-                        total.set(multiply_add(k, s, query, x[u], total.get()))
+                        total.set(product.multiply_add(k, query, x[u], total.get()))
 
-    if s.parts_pairs:
-        by_pairs(k, p["units"], units)
-    else:
-        k.unrolled(0, p["units"], units)
+    product.each_unit(k, p["units"], units, unrolled=True)
     for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):
         for r, (_, totals) in zip(numbers, rows, strict=True):
             for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):
                 x = total.get()
-                if s.quantised:
-                    x = x * load_scales(k, s, block, lane * 4 - s.header)
+                if s.format.is_coded:
+                    x = x * load_scales(k, s.format, block, lane * 4 - s.header, n)
                 k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
 
 
@@ -181,10 +163,10 @@ FEW_ROWS = 4  # below it a head alone has too few chains to keep a core busy
 
 
 def score_heads(module: Module, s: Shape) -> Any:
-    """The same for a few rows of each of several heads, whose blocks are `head` bytes apart: chains of several heads in
+    """Scores a few rows of each of several heads, whose blocks are `head` bytes apart: chains of several heads in
     step. `rows`: of all heads; `group`: of one.
     """
-    k = module.function("score_heads", _SCORE_PARAMS | {"head": I64, "group": I64})
+    k = module.function("score_heads", prototype(f"{_SCORE} head group"))
     p, most = k.p, max(1, min(FEW_ROWS, 8 * s.lanes // BLOCK))
     with k.range(0, p["rows"], most) as first, k.range(0, p["count"], BLOCK) as j:
         rows, block = [k.min(first + i, p["rows"] - 1) for i in range(most)], block_at(k, s, j // BLOCK)
@@ -193,12 +175,12 @@ def score_heads(module: Module, s: Shape) -> Any:
 
 
 def block_at(k: Function, s: Shape, number: Value) -> Value:
-    """The elements of a tile's block."""
+    """Returns the address of a tile's block of elements."""
     return k.at(k.load(PTR, k.p["places"], number * 8), s.header)
 
 
 def blocks_ahead(k: Function, s: Shape, row: Value) -> Value | None:
-    """How many blocks on a cache is fetched; None: that is left to the CPU."""
+    """Returns how many blocks ahead a cache is fetched; None: that is left to the CPU."""
     if not s.fetching.cache_blocks:
         return None
     return k.max(k.min(k.i64(s.fetching.cache_bytes) // (row * BLOCK), k.i64(s.fetching.cache_blocks)), k.i64(1))

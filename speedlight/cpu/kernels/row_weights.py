@@ -5,7 +5,7 @@
     state   [1 + slots]       vectors: max and sum, then the accumulator; a lane is a value column. The last slot ends
                               where the value ends, and may overlap the one before
 
-The arithmetic of a row is that of queries_in_lanes.py, operation by operation, so are its bits. A row sees a prefix of
+The arithmetic of a row is that of panel_weights.py, operation by operation, so are its bits. A row sees a prefix of
 the keys; what is uneven at its end, and tiles with scores of -inf, go key by key.
 """
 
@@ -17,41 +17,32 @@ from typing import Any
 
 from ...problem.problem import TILE
 from ..language import conversions
+from ..language.prototypes import prototype
 from ..language.vector import I1, I64, PTR, Function, Module, Value, Variable, vec
+from ..memory.formats import load_scales
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
-from ..products.products import (
-    add_weights,
-    by_pairs,
-    cached_row,
-    load_pair,
-    load_scales,
-    load_values,
-    multiply_add,
-    packed_vectors,
-    step_bytes,
-    visible_bits,
-)
+from ..products.product import product_of
 from .row_scores import block_at, blocks_ahead, score_row
 from .softmax import (
     LARGE,
     base_of,
-    clamped,
-    divided,
+    clamp_exponents,
+    divide_row,
     exp4,
+    find_largest,
     is_empty,
-    largest,
     log_sum_exp,
     lowest_exponent,
     merge_of,
-    rescaled,
+    rescale_weights,
 )
 
 STEPS_TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
 
 
 def clear_row(k: Function, s: Shape, state: Value, slots: Value) -> None:
-    """(-inf, 0, 0): a state that has seen nothing."""
+    """Stores (-inf, 0, 0), a state that has seen nothing."""
     with k.range(0, slots + 1) as slot:
         k.store(k.const(0.0, s.vector), state, slot * s.vector_bytes)
     k.store(k.const(float("-inf"), s.number), state)
@@ -61,16 +52,13 @@ def clear_row(k: Function, s: Shape, state: Value, slots: Value) -> None:
 
 
 def weigh(module: Module, s: Shape) -> Any:
-    """One row's scores become weights in place, by units; max and alpha are updated. Keys from `limit` on weigh -0.
+    """Makes one row's scores weights in place, by units; max and alpha are updated. Keys from `limit` on weigh -0.
 
     Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
     A whole tile of finite scores whose weights are normal numbers takes a loop that asks nothing more.
     """
-    params = {
-        "scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number, "places": PTR,
-        "value_row": I64, "ahead": I64,
-    }  # fmt: skip
-    k = module.function("weigh", params, I64)
+    words = "scores* state* alpha* limit count c places* value_row ahead"
+    k = module.function("weigh", prototype(words, c=s.number), I64)
     p, n = k.p, s.lanes
     c, old = k.splat(p["c"], n), k.splat(k.load(s.number, p["state"]), n)
     top, usual = k.variable(old), k.variable(k.const(0, I1))
@@ -85,7 +73,7 @@ def weigh(module: Module, s: Shape) -> Any:
             _weigh_keys(k, s, c, top.get(), None)
         with careful:
             seen = functools.partial(_seen, k, s, k.iota(n))
-            top.set(largest(k, s, _largest_seen(k, s, seen, gone), c, old))
+            top.set(find_largest(k, s, _largest_seen(k, s, seen, gone), c, old))
             _weigh_keys(k, s, c, top.get(), seen)
     (alpha,) = exp4(k, s, [old - base_of(k, s, top.get())], any_x=True)
     for x, where in ((top.get(), p["state"]), (alpha, p["alpha"])):
@@ -97,13 +85,13 @@ _Seen = Callable[[Value, Value], tuple[Value, Value]]
 
 
 def _seen(k: Function, s: Shape, steps: Value, x: Value, j: Value) -> tuple[Value, Value]:
-    """Of scores from key j on: which are below `limit` and not -inf, and which are below it."""
+    """Returns which scores from key j on are below `limit` and not -inf, and which are below it."""
     inside = (steps + k.splat(j, s.lanes)) < k.splat(k.p["limit"], s.lanes)
     return inside & x.differs(float("-inf")), inside
 
 
 def _extent_of_scores(k: Function, s: Shape) -> tuple[Value, Value, Value]:
-    """Of a whole tile: the largest score, in all lanes; by lanes the sum, finite only if all are, and the smallest."""
+    """Returns a whole tile's largest score, in all lanes; in each the sum, finite if all are, and the smallest."""
     starts = float("-inf"), 0.0, float("inf")
     combine = k.max, lambda a, b: a + b, k.min
     found = [k.variable(k.const(x, s.vector)) for x in starts]
@@ -116,7 +104,7 @@ def _extent_of_scores(k: Function, s: Shape) -> tuple[Value, Value, Value]:
 
 
 def _largest_seen(k: Function, s: Shape, seen: _Seen, gone: Variable) -> Value:
-    """The largest score that is seen, in all lanes; `gone`: whether one that could be is -inf."""
+    """Returns the largest score that is seen, in all lanes; `gone`: whether one that could be is -inf."""
     lowest = k.const(float("-inf"), s.vector)
     best = k.variable(lowest)
     with k.range(0, k.p["count"], s.lanes) as j:
@@ -133,7 +121,9 @@ def _largest_lane(k: Function, s: Shape, x: Value) -> Value:
 
 
 def _weigh_keys(k: Function, s: Shape, c: Value, top: Value, seen: _Seen | None) -> None:
-    """Two vectors of keys at a time. seen: as of _seen(); None: all are, and their weights are normal numbers."""
+    """Makes weights of two vectors of keys at a time. seen: as of _seen(); None: all are, and their weights are normal
+    numbers.
+    """
     p, n, hidden = k.p, s.lanes, k.const(-0.0, s.vector)
     base = top if seen is None else base_of(k, s, top)
     with k.range(0, p["count"], 2 * n) as j:
@@ -141,13 +131,13 @@ def _weigh_keys(k: Function, s: Shape, c: Value, top: Value, seen: _Seen | None)
             _fetch_values(k, s, j)
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
         es = [k.fma(x, c, -base) for x in xs]
-        es = es if seen is None else clamped(k, s, es, [base, base])
+        es = es if seen is None else clamp_exponents(k, s, es, [base, base])
         ws = exp4(k, s, es, any_x=seen is not None)
         if seen is not None:
             ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, ws, strict=True))]
         for i in range(0, 2, s.elements):
             at = j * (s.number_bytes // s.elements) + i * s.vector_bytes
-            k.store(packed_vectors(k, s, ws[i : i + s.elements]), p["scores"], at)
+            k.store(product_of(s).pack_row(k, ws[i : i + s.elements]), p["scores"], at)
 
 
 def _fetch_values(k: Function, s: Shape, j: Value) -> None:
@@ -164,8 +154,12 @@ def _fetch_values(k: Function, s: Shape, j: Value) -> None:
 
 def add_up(module: Module, s: Shape) -> Any:
     """sums[row] = the weights of a row, one after another from -0; eight rows in step, for their chains to overlap."""
-    k = module.function("add_up", {"scores": PTR, "sums": PTR, "rows": I64, "steps": I64})
-    p, alone = k.p, s.elements == 1  # units of several elements are summed in vectors, all lanes the same
+    k = module.function("add_up", prototype("scores* sums* rows steps"))
+    p, product, alone = (
+        k.p,
+        product_of(s),
+        s.elements == 1,
+    )  # units of several elements are summed in vectors, all lanes the same
     eights = p["rows"] // 8 * 8
     for low, high, together in ((k.i64(0), eights, 8), (eights, p["rows"], 4)):
         with k.range(low, high, together) as first:
@@ -175,29 +169,26 @@ def add_up(module: Module, s: Shape) -> Any:
             with k.range(0, p["steps"]) as j:
                 for total, at in zip(totals, places, strict=True):
                     x = k.load(s.unit, at, j * s.number_bytes)
-                    total.set(add_weights(k, s, x if alone else k.splat(x, s.lanes), total.get()))
+                    total.set(product.add_weights(k, x if alone else k.splat(x, s.lanes), total.get()))
             for r, total in zip(rows, totals, strict=True):
                 k.store(total.get() if alone else k.first(total.get()), p["sums"], r * 8)
     return k.finish()
 
 
 def rescale(module: Module, s: Shape) -> Any:
-    """Of a quantised tile: weights · scales, in place."""
-    k = module.function("rescale", {"weights": PTR, "places": PTR, "count": I64})
+    """Multiplies weights of a coded tile by scales, in place."""
+    k = module.function("rescale", prototype("weights* places* count"))
     p, n = k.p, s.lanes
     with k.range(0, p["count"], n) as j:
-        scale = load_scales(k, s, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4)
+        scale = load_scales(k, s.format, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4, n)
         x = k.load(s.vector, p["weights"], j * 4)
-        k.store(rescaled(k, s, x, scale), p["weights"], j * 4)
+        k.store(rescale_weights(k, s, x, scale), p["weights"], j * 4)
     return k.finish()
 
 
 # --- values
 
-_VALUE_PARAMS = {
-    "sums": PTR, "sum_row": I64, "weights": PTR, "places": PTR, "value_row": I64, "first": I64, "end": I64,
-    "value_dim": I64, "slots": I64, "regular": I64,
-}  # fmt: skip
+_VALUE = "sums* sum_row weights* places* value_row first end value_dim slots regular"
 
 
 def _steps_together(s: Shape) -> int:
@@ -207,7 +198,7 @@ def _steps_together(s: Shape) -> int:
 
 def _step_row(k: Function, s: Shape) -> Value:
     """Bytes from one step's values to the next, where they lie side by side."""
-    return k.p["value_dim"] if s.quantised else step_bytes(s, k.p["value_row"])
+    return s.format.offset(k.p["value_dim"]) if s.format.is_coded else s.step_bytes(k.p["value_row"])
 
 
 def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
@@ -216,7 +207,7 @@ def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
     Memory is read best in whole rows of values. But where a vector of them is used by many rows, or are codes that must
     be widened, it is read once for several.
     """
-    tiles = s.tiles.int8_values if s.quantised else s.tiles.values
+    tiles = s.tiles.int8_values if s.format.is_coded else s.tiles.values
     return [(rows, least, value_rows(module, s, rows, together)) for rows, together, least in tiles]
 
 
@@ -226,14 +217,12 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
     `rows` rows and `together` slots at a time. Each pass fetches what comes after: what one asks for may be dropped,
     and once was measured to be too little.
     """
-    k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
+    k = module.function(f"value_rows_{rows}", prototype(_VALUE))
     if together < 8:
         _value_slots(k, s, rows, together)
         return k.finish()
-    with k.either(k.p["slots"] <= together // 2) as (
-        short,
-        long,
-    ):  # sums of a row that has no more are not all the same
+    # sums of a row that has no more are not all the same
+    with k.either(k.p["slots"] <= together // 2) as (short, long):
         with short:
             _value_slots(k, s, rows, together // 2)
         with long:
@@ -242,8 +231,8 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
 
 
 def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
-    """The same in a function."""
-    p = k.p
+    """Writes the body of value_rows()."""
+    p, product = k.p, product_of(s)
     with k.range(0, p["slots"], together) as slot:
         slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
         columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
@@ -257,15 +246,15 @@ def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
             columns: list[Value] = columns,
             totals: list[list[Variable]] = totals,
         ) -> None:
-            vectors = [load_pair(k, s, keys[0], c) if count > 1 else [load_values(k, s, keys, c)] for c in columns]
+            vectors = [product.load_values(k, keys, c, count) for c in columns]
             for r in range(rows):
                 for u in range(count):
                     at = (j + u) * s.number_bytes + r * score_row(s)
                     weight = k.splat(k.load(s.unit, p["weights"], at), s.lanes)
                     for total, x in zip(totals[r], vectors, strict=True):
-                        total.set(multiply_add(k, s, x[u], weight, total.get()))
+                        total.set(product.multiply_add(k, x[u], weight, total.get()))
 
-        every = max(1, 64 // (s.lanes * s.stored_bytes * s.together))
+        every = max(1, 64 // (s.lanes * s.stored_bytes * product.units_per_load))
         lines = columns[::every] if rows > 1 or s.fetching.alone or not s.cached else []
         (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, step)
         for r in range(rows):
@@ -278,12 +267,12 @@ _Step = Callable[..., None]  # step, rows of values, how many steps those are
 
 def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
     """Takes all steps through a cache's blocks; of each row, those lines of a block ahead are fetched."""
-    p, size, step_row = k.p, _steps_together(s), _step_row(k, s)
+    p, size, step_row, product = k.p, _steps_together(s), _step_row(k, s), product_of(s)
     far = blocks_ahead(k, s, p["value_row"]) if lines else None
     with k.range(p["first"], p["end"], size) as j:
         block = block_at(k, s, j // size)
         ahead = None if far is None else block_at(k, s, j // size + far)
-        if s.quantised and ahead is not None:
+        if s.format.is_coded and ahead is not None:
             k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
         def rows(i: Value, count: int = 1, j: Value = j, block: Value = block, ahead: Value | None = ahead) -> None:
@@ -291,20 +280,16 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
             row = i * step_row
             if ahead is not None:
                 for column in lines:
-                    k.prefetch(k.at(ahead, row + column * (s.together * s.stored_bytes)), s.fetching.level)
+                    k.prefetch(k.at(ahead, row + column * (product.units_per_load * s.stored_bytes)), s.fetching.level)
             at = k.at(block, row)
-            step(j + i, [at] if count > 1 else cached_row(k, s, at, i, step_row), count)
+            step(j + i, [at] if count > 1 else product.value_row(k, at, i, step_row), count)
 
         count = k.min(p["end"] - j, k.i64(size))
-        if s.parts_pairs:
-            by_pairs(k, count, rows)
-        else:
-            with k.range(0, count) as i:
-                rows(i)
+        product.each_unit(k, count, rows, unrolled=False)
 
 
 def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
-    """The same over rows: at one distance, or a list of them."""
+    """Takes all steps through rows: at one distance, or a list of them."""
     p, keys, far = k.p, s.elements, s.fetching.keys
 
     def one(j: Value, row_of: Callable[[Value], Value]) -> None:
@@ -324,30 +309,30 @@ def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> N
 
 
 def careful_values(module: Module, s: Shape) -> Any:
-    """The same for one row where some weights are -0: those keys' values are not touched.
+    """Adds values of one row where some weights are -0: those keys' values are not touched.
 
     `last` is the tile's last key.
     """
-    k = module.function("careful_values", _VALUE_PARAMS | {"last": I64})
-    p, size = k.p, _steps_together(s)
+    k = module.function("careful_values", prototype(f"{_VALUE} last"))
+    p, size, product = k.p, _steps_together(s), product_of(s)
     step_row = _step_row(k, s)
     with k.range(p["first"], p["end"]) as j:
         weight = k.load(s.unit, p["weights"], j * s.number_bytes)
-        seen, mask = visible_bits(k, s, weight)
+        seen, mask = product.seen_bits(k, weight)
         with k.when(seen):
             if s.cached:
                 row = k.at(k.load(PTR, p["places"], j // size * 8), j % size * step_row + s.header)
-                rows = cached_row(k, s, row, j, step_row)
+                rows = product.value_row(k, row, j, step_row)
             else:
                 first = j if s.elements == 1 else j * s.elements
                 rows = [k.load(PTR, p["places"], k.min(first + n, p["last"]) * 8) for n in range(s.elements)]
             with k.range(0, p["slots"]) as slot:
                 column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
-                x, w = load_values(k, s, rows, column), k.splat(weight, s.lanes)
+                (x,), w = product.load_values(k, rows, column), k.splat(weight, s.lanes)
                 if mask is not None:
                     x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
                 at = k.at(p["sums"], slot * s.vector_bytes)
-                k.store(multiply_add(k, s, x, w, k.load(s.vector, at)), at)
+                k.store(product.multiply_add(k, x, w, k.load(s.vector, at)), at)
     return k.finish()
 
 
@@ -356,7 +341,7 @@ def careful_values(module: Module, s: Shape) -> Any:
 
 def merge_row(module: Module, s: Shape) -> Any:
     """total ⊕ span of one row: the first non-empty state is copied, later ones merged, empty ones skipped."""
-    k = module.function("merge_row", {"total": PTR, "span": PTR, "slots": I64})
+    k = module.function("merge_row", prototype("total* span* slots"))
     p, n = k.p, s.lanes
     (m1, l1), (m2, l2) = (
         [k.splat(k.load(s.number, x, i * s.number_bytes), n) for i in (0, 1)] for x in (p["total"], p["span"])
@@ -373,9 +358,9 @@ def merge_row(module: Module, s: Shape) -> Any:
 
 
 def store_row(module: Module, s: Shape, log: Any) -> Any:
-    """Output and log-sum-exp of one row."""
-    params = {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64}
-    k = module.function("store_row", params | ({"divisor": s.number} if s.dropout else {}))
+    """Stores the output and log-sum-exp of one row."""
+    types = {"divisor": s.number} if s.dropout else {}
+    k = module.function("store_row", prototype("state* out* lse* value_dim slots column with_lse", **types))
     p, n = k.p, s.lanes
     m, total = (k.load(s.number, p["state"], i * s.number_bytes) for i in (0, 1))
     empty = is_empty(m, total)
@@ -383,7 +368,7 @@ def store_row(module: Module, s: Shape, log: Any) -> Any:
     lanes = k.buffer(s.number, n)
     with k.range(0, p["slots"]) as slot:
         column = k.min(slot * n, p["value_dim"] - n)
-        x = divided(k, s, k.load(s.vector, p["state"], (slot + 1) * s.vector_bytes), by, none)
+        x = divide_row(k, s, k.load(s.vector, p["state"], (slot + 1) * s.vector_bytes), by, none)
         with k.either(p["column"].equals(s.storage_bytes)) as (side_by_side, apart):
             with side_by_side:
                 k.store(conversions.narrowed(k, s.storage, x), p["out"], column * s.storage_bytes)

@@ -1,4 +1,4 @@
-"""What flows back through a score, from dS to the raw scores; derivative.py made it an expression like the score."""
+"""The gradient of a score function, from dS to the raw scores; derivative.py made it an expression like the score."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...expressions.program import Program
 from ...expressions.tree import FLOW, Node
 from ..language.functions import like
 from ..language.lookups import added, clamped, direction, length_of, splat_like
+from ..language.prototypes import prototype
 from ..language.vector import F64, I64, PTR, Function, Module, Value, vec
 from ..memory.records import SHARE_OF, SUM_OF
 from ..memory.shape import Shape
@@ -20,27 +21,26 @@ _Env = dict[str, Value]  # what symbols are
 
 
 def changes_flow(program: Program | None) -> bool:
-    """Whether something else flows to the raw scores than into the score."""
+    """Returns whether raw scores have another gradient than scores."""
     flow = None if program is None else program.flow
     return flow is not None and not (flow.op == "symbol" and flow.value == FLOW)
 
 
 def needs_raw(program: Program | None) -> bool:
-    """Whether scores are looked at again once an expression has changed them."""
+    """Returns whether scores are looked at again once an expression has changed them."""
     return changes_flow(program) or (
         program is not None and any(["s" in x.uses for entry in program.entries for x in entry])
     )
 
 
-def flow_tile(module: Module, s: Shape, program: Program) -> Any:
-    """flows[n_keys, panel] = what flows to the raw scores from what `flows` has; +0 where `scores` marks a key as
+def score_backward_tile(module: Module, s: Shape, program: Program) -> Any:
+    """d_scores[n_keys, panel] = what flows to the raw scores from what `d_scores` has; +0 where `scores` marks a key as
     hidden.
 
     `lanes` holds the position and then the head of every lane, `raw` what scores were before the expression.
     """
-    names = ("first", "n_keys", "batch")
-    params = {"a": PTR, "raw": PTR, "scores": PTR, "flows": PTR, "lanes": PTR, "ahead": PTR}
-    k = module.function("flow_tile", params | dict.fromkeys(names, I64), special=True)
+    words = "a* raw* scores* d_scores* lanes* ahead* first n_keys batch"
+    k = module.function("score_backward_tile", prototype(words), special=True)
     p, flow, scale = k.p, program.flow, scale_of(k, s)
     assert flow is not None
     with k.range(0, s.vectors) as v:
@@ -50,19 +50,19 @@ def flow_tile(module: Module, s: Shape, program: Program) -> Any:
 
         def key(j: Value, m: Value, v: Value = v) -> None:
             row = j * s.row_bytes + v * s.vector_bytes
-            raw, d, mark = (k.load(s.vector, p[x], row) for x in ("raw", "flows", "scores"))
+            raw, d, mark = (k.load(s.vector, p[x], row) for x in ("raw", "d_scores", "scores"))
             now = env | {"j": lowering.integer(p["first"] + j), "s": raw * scale, FLOW: d}
             values = lowering.values | {id(x.node): x.value(m) for x in streams}
             x = lowering.vector(lowering.value(flow, now, values))
             x = x if x.type == s.vector else k.narrow(x, s.vector)
-            k.store(k.select(mark.bits(s.ivector) > -1, x, k.const(0.0, s.vector)), p["flows"], row)
+            k.store(k.select(mark.bits(s.ivector) > -1, x, k.const(0.0, s.vector)), p["d_scores"], row)
 
         lowering.each_key(streams, env, p["first"], (k.i64(0), p["n_keys"]), key)
     return k.finish()
 
 
 def by_rows(program: Program, lookup: Node) -> bool:
-    """Whether what flows to entries is added row by row: the keys of a query read entries side by side.
+    """Returns whether gradients of entries are added row by row: the keys of a query read entries side by side.
 
     So may others read the same ones, of more queries, but nothing else does that these sums are of.
     """
@@ -70,25 +70,24 @@ def by_rows(program: Program, lookup: Node) -> bool:
 
 
 def at_positions(program: Program, lookup: Node) -> bool:
-    """Whether queries at two positions never read the same entry: an index is ± the position + a constant."""
+    """Returns whether queries at two positions never read the same entry: an index is ± the position + a constant."""
     forms = [linear(x) for x in lookup.args]
     own = [x for x in forms if x and abs(x[0]) == 1 and x[1] == 0 and not any([part.uses for _, part in x[2]])]
     return _alone(program, lookup) and bool(own)
 
 
 def _alone(program: Program, lookup: Node) -> bool:
-    """Whether the sums of its table are of this lookup alone."""
+    """Returns whether the sums of its table are of this lookup alone."""
     return sum(node.value is lookup.value for node, _ in program.entries) == 1
 
 
 def entries_tile(module: Module, s: Shape, program: Program) -> Any:
-    """Adds what flows to each entry of tables that the visible pairs read: keys ascending, of each the lanes, lookup
-    after lookup. Of what is added row by row groups of keys ascend, of each the lanes, then the keys: to each entry
-    the same order. `sums` has SUM_OF for every lookup; entries lie there without gaps.
+    """Adds to the gradient of each entry of tables that the visible pairs read: keys ascending, of each the lanes,
+    lookup after lookup. Of what is added row by row groups of keys ascend, of each the lanes, then the keys: to each
+    entry the same order. `sums` has SUM_OF for every lookup; entries lie there without gaps.
     """
-    names = ("first", "n_keys", "batch")
-    params = {"a": PTR, "raw": PTR, "scores": PTR, "flows": PTR, "lanes": PTR, "ahead": PTR, "sums": PTR}
-    k = module.function("entries_tile", params | dict.fromkeys(names, I64), special=True)
+    words = "a* raw* scores* d_scores* lanes* ahead* sums* first n_keys batch"
+    k = module.function("entries_tile", prototype(words), special=True)
     p, scale = k.p, scale_of(k, s)
     adders = [
         (_Rows if by_rows(program, node) else _Entries)(k, s, node, into, k.at(p["sums"], n * SUM_OF.bytes))
@@ -109,7 +108,7 @@ def entries_tile(module: Module, s: Shape, program: Program) -> Any:
 
         def key(j: Value, m: Value, v: Value = v) -> None:
             row = j * s.row_bytes + v * s.vector_bytes
-            d, mark = (k.load(s.vector, p[x], row) for x in ("flows", "scores"))
+            d, mark = (k.load(s.vector, p[x], row) for x in ("d_scores", "scores"))
             bits = mark.bits(s.ivector)
             hidden.set(hidden.get() & bits)
             now = env | {"j": lowering.integer(p["first"] + j), FLOW: d}
@@ -136,7 +135,7 @@ def entries_tile(module: Module, s: Shape, program: Program) -> Any:
 
 
 def find_sums(k: Function, a: Any, program: Program, share: Value | None = None) -> Value:
-    """SUM_OF for every lookup, in memory of the task: of a share, or where all have the same sums."""
+    """Returns SUM_OF for every lookup, in memory of the task: of a share, or where all have the same sums."""
     sums = k.buffer(I64, max(1, len(program.entries) * len(SUM_OF.names)))
     for n, (node, _) in enumerate(program.entries):
         at = k.at(k.pointer(a.shares), program.tables[node.value] * SHARE_OF.bytes)
@@ -148,7 +147,7 @@ def find_sums(k: Function, a: Any, program: Program, share: Value | None = None)
 
 
 class _Entries:
-    """What flows to entries, and which: of the lanes of one key."""
+    """Gradients of entries, and which those are, of the lanes of one key."""
 
     def __init__(self, k: Function, s: Shape, node: Node, into: Node, sums: Value) -> None:
         self.k, self.s, self.node, self.into, self.sums = k, s, node, into, sums
@@ -170,7 +169,7 @@ class _Entries:
 
 
 class _Rows:
-    """What flows to the rows of entries that lanes read, of a group of keys: [keys][lanes], then [lanes][keys].
+    """Gradients of the rows of entries that lanes read, of a group of keys: [keys][lanes], then [lanes][keys].
 
     A hidden pair has -0, which changes no sum.
     """
@@ -233,7 +232,7 @@ class _Rows:
 
 
 def _entry(k: Function, at: Value, index: list[Value]) -> Value:
-    """Which entry, or row of entries, has this index, in a table without gaps."""
+    """Returns the entry, or row of entries, that has this index, in a table without gaps."""
     entry = None
     for d, x in enumerate(index):
         inside, _ = clamped(k, at, d, x)

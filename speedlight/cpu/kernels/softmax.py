@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..language import functions
 from ..language.vector import F32, F64, Function, Module, Value
 from ..memory.shape import Shape
-from ..products.products import exp2_terms
+from ..products.product import product_of
 
 # Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
 # down and exponents are clamped at 0, so that the largest weight is exactly 1 for any finite score.
@@ -30,12 +30,12 @@ SINK_SUM = 1.0  # a sink is a key of that score, whose value is zeros: its state
 
 
 def lowest_exponent(s: Shape) -> float:
-    """4^x is +0 below: the result would be subnormal."""
+    """Returns the exponent below which 4^x is +0: the result would be subnormal."""
     return -511.0 if s.wide else -63.0
 
 
 def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
-    """4^x for x <= 0 (a little above is fine), several vectors in step. Integer arithmetic scales.
+    """Returns 4^x for x <= 0 (a little above is fine), several vectors in step. Integer arithmetic scales.
 
     In step, because one vector's chain of dependent operations would fill the CPU's scheduler before it ends.
     With `any_x`, +0 below the smallest normal exponent, and NaN stays. Without, the caller has proved that x is
@@ -47,7 +47,7 @@ def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
     ts = [x + magic for x in xs]
     rounded = [t - magic for t in ts]
     fs = [x - r for x, r in zip(xs, rounded, strict=True)]
-    coefficients = [c * 2.0**n for n, c in enumerate(exp2_terms(s), 1)]
+    coefficients = [c * 2.0**n for n, c in enumerate(product_of(s).exp2_terms, 1)]
     ps = [k.const(coefficients[-1], s.vector)] * len(xs)
     for c in (*coefficients[-2::-1], 1.0):
         ps = [k.fma(p, f, k.const(c, s.vector)) for p, f in zip(ps, fs, strict=True)]
@@ -59,8 +59,8 @@ def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
     return [k.select(x.differs(x), k.abs(x), y) for x, y in zip(xs, zeroed, strict=True)]
 
 
-def largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
-    """max(old, c · best), the product rounded down where it is LARGE."""
+def find_largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
+    """Returns max(old, c · best), the product rounded down where it is LARGE."""
     product = best * c
     large = (k.abs(product) >= LARGE) & (k.abs(product) < float("inf"))
     above = k.fma(best, c, -product) < 0.0
@@ -70,18 +70,18 @@ def largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
 
 
 def base_of(k: Function, s: Shape, top: Value) -> Value:
-    """What scores are taken relative to: the maximum; 0 in an empty row, which must not make inf - inf."""
+    """Returns what scores are taken relative to: the maximum; 0 in an empty row, which must not make inf - inf."""
     return k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
 
 
-def clamped(k: Function, s: Shape, exponents: list[Value], bases: list[Value]) -> list[Value]:
-    """At most 0, in rows whose maximum is LARGE."""
+def clamp_exponents(k: Function, s: Shape, exponents: list[Value], bases: list[Value]) -> list[Value]:
+    """Returns exponents of at most 0 in rows whose maximum is LARGE."""
     zero = k.const(0.0, s.vector)
     return [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e, base in zip(exponents, bases, strict=True)]
 
 
-def rescaled(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
-    """What a quantised value is multiplied by: weight · scale. The -0 of a hidden key stays, whatever its scale is."""
+def rescale_weights(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
+    """Returns what a code is multiplied by: weight · scale. The -0 of a hidden key stays, whatever its scale is."""
     return k.select(weight.bits(s.ivector) < 0, weight, k.abs(weight * scale))
 
 
@@ -89,12 +89,12 @@ def rescaled(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
 
 
 def is_empty(running_max: Value, running_sum: Value) -> Value:
-    """Saw nothing: a maximum of -inf, and a sum that is 0 rather than NaN."""
+    """Returns whether a state saw nothing: a maximum of -inf, and a sum that is 0 rather than NaN."""
     return running_max.equals(float("-inf")) & running_sum.equals(0.0)
 
 
 class Merge(NamedTuple):
-    """How two states become one, lane by lane: an empty one leaves the other as it is."""
+    """Factors that make two states one, lane by lane: an empty one leaves the other as it is."""
 
     k: Function
     top: Value  # the maximum of both
@@ -104,13 +104,13 @@ class Merge(NamedTuple):
     second: Value
 
     def of(self, x1: Value, x2: Value) -> Value:
-        """A sum over both."""
+        """Returns a sum over both."""
         both = self.k.fma(x2, self.second, x1 * self.first)
         return self.k.select(self.keep, x1, self.k.select(self.copy, x2, both))
 
 
 def merge_of(k: Function, s: Shape, first: tuple[Value, Value], second: tuple[Value, Value]) -> Merge:
-    """From the running_max and running_sum of each."""
+    """Returns the factors, from the running_max and running_sum of each."""
     (m1, l1), (m2, l2) = first, second
     top = k.max(m1, m2)
     base = base_of(k, s, top)
@@ -121,8 +121,8 @@ def merge_of(k: Function, s: Shape, first: tuple[Value, Value], second: tuple[Va
 # --- the end of a row
 
 
-def divided(k: Function, s: Shape, accumulator: Value, by: Value, empty: Value) -> Value:
-    """The output of a row: 0 where nothing was seen."""
+def divide_row(k: Function, s: Shape, accumulator: Value, by: Value, empty: Value) -> Value:
+    """Returns the output of a row: 0 where nothing was seen."""
     return k.select(empty, k.const(0.0, s.vector), accumulator / by)
 
 
@@ -139,7 +139,7 @@ class Quotients:
         self.near = k.all((by >= _DIVISORS[0]) & (by <= _DIVISORS[1]))
 
     def usual(self, accumulators: list[Value]) -> Value:
-        """Whether none of these, nor a divisor, is 0, tiny, huge or no number. |x| as an integer has x's order."""
+        """Returns whether none of these, nor a divisor, is 0, tiny, huge or NaN. |x| as an integer has x's order."""
         k, kind = self.k, self.s.ivector
         least, most = (struct.unpack("<i", struct.pack("<f", x))[0] << 1 for x in _USUAL)
         shift = k.const((1 << 31) - least, kind)  # what is too small comes out largest
@@ -147,22 +147,22 @@ class Quotients:
         return self.near & k.all(found < most - least - (1 << 31))
 
     def of(self, x: Value) -> Value:
-        """A usual one's."""
+        """Returns a usual one's output."""
         return functions.quotient(self.k, x, self.by, self.reciprocal)
 
     def careful(self, x: Value) -> Value:
-        return divided(self.k, self.s, x, self.by, self.empty)
+        return divide_row(self.k, self.s, x, self.by, self.empty)
 
 
 def natural_log(module: Module) -> Any:
-    """ln x of one f64."""
+    """Returns ln x of one f64."""
     k = module.function("natural_log", {"x": F64}, F64)
     return k.finish(functions.natural_log(k, k.p["x"]))
 
 
 def log_sum_exp(k: Function, s: Shape, log: Any, running_max: Value, running_sum: Value) -> Value:
-    """ln 4 · max + ln sum of one row, rounded once. -inf says that nothing was seen, so rounding does not make it of a
-    finite score.
+    """Returns ln 4 · max + ln sum of one row, rounded once. -inf says that nothing was seen, so rounding does not make
+    it of a finite score.
 
     A sink of -inf is nothing, too: its sum is 1.
     """

@@ -8,34 +8,24 @@ positions of queries read the same entry, a share may be what is at the same pos
 from __future__ import annotations
 
 from ...problem.problem import TILE
-from ..language.vector import I64, PTR, Function, Module, Value
+from ..language.vector import I64, Function, Module, Value
 from ..memory.records import BLOCK_OF, GRADIENT_ITEM_BYTES, GradientItem
 from ..memory.shape import Shape
-from .gradient_blocks import PairParts, PairWork, Panel, Tile
+from .gradient_blocks import PairParts, PairWork
+from .panels import Panel, Tile
 from .score_backward import find_sums
-from .task import entry, region
-
-
-class _Parts(PairParts):
-    """The functions of one such module."""
-
-    def __init__(self, s: Shape) -> None:
-        super().__init__(s, "tables")
+from .task import attention_module
 
 
 def tables_module(s: Shape, symbol: str) -> Module:
-    """The whole kernel for one shape; `symbol` is the region's public name."""
-    parts = _Parts(s)
-    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64}, special=True)
-    _Task(k, parts).run()
-    entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
-    return parts.module
+    """Writes the kernel for one shape; `symbol` is the region's public name."""
+    return attention_module(PairParts(s, "tables"), _Task, symbol)
 
 
 class _Task(PairWork):
     """One block of queries of one head, and all its keys."""
 
-    def __init__(self, k: Function, parts: _Parts) -> None:
+    def __init__(self, k: Function, parts: PairParts) -> None:
         super().__init__(k, parts)
         self.sums = find_sums(k, self.a, self.s.program, self.share)
 
@@ -57,7 +47,7 @@ class _Task(PairWork):
         with k.range(0, self.item.k_len, TILE) as start:
             count = k.min(self.item.k_len - start, k.i64(TILE))
             with k.when(self.sees(start, count, most)):
-                tile = self.staged(start, count)
+                tile = self.stage_tile(start, count)
                 with k.range(0, self.a.panels) as i:
                     self.if_seen(Panel(self, i), tile, self.panel_tile)
         k.fetch_add(self.progress, 0, 1)

@@ -1,4 +1,4 @@
-"""What every kernel starts with: the region that draws tickets; and what the tasks of attention kernels share."""
+"""The region that draws tickets, with which every kernel starts, and what the tasks of attention kernels share."""
 
 from __future__ import annotations
 
@@ -11,32 +11,11 @@ from llvmlite import ir
 
 from ...host.machine import Isa
 from ...problem.problem import SPAN
+from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I32, I64, PTR, VOID, Function, Module, Value
 from ..memory.records import COUNTS, HEAD, ITEM, ITEM_BYTES, LEFT, TICKET, WORKER, Item, Record, arguments_of
 from ..memory.shape import Shape
-
-
-class Words:
-    """The words of a record in memory, by name: `words.k_row` loads one."""
-
-    __slots__ = ("_at", "_k", "_record")
-
-    def __init__(self, k: Function, record: Record, at: Value) -> None:
-        self._k, self._record, self._at = k, record, at
-
-    def __getattr__(self, name: str) -> Value:
-        return self._k.load(I64, self._at, self._record.offset(name), align=8)
-
-
-class Constants(Words):
-    """Words that nothing changes while a task runs: LLVM loads each once, whatever is stored in between."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Value:
-        found = super().__getattr__(name)
-        found.x.set_metadata("invariant.load", self._k.module.ir.add_metadata([]))
-        return found
+from ..memory.words import Constants, Words
 
 
 class Box(NamedTuple):
@@ -57,42 +36,44 @@ class Work:
         self.item = self._find_item()
 
     def part(self, name: str, of: Value | None = None) -> Value:
-        """The address of a part of the scratch, or of a panel's memory."""
+        """Returns the address of a part of the scratch, or of a panel's memory."""
         return self.k.at(self.scratch if of is None else of, getattr(self.a, f"at_{name}"))
 
     def scale(self) -> Value:
-        """What a score is multiplied by to become the exponent of a weight."""
+        """Returns what a score is multiplied by to become the exponent of a weight."""
         return self._number(self.a.c)
 
     def divisor(self) -> list[Value]:
-        """What dropout divides a row's output by; nothing without it."""
+        """Returns what dropout divides a row's output by; nothing without it."""
         return [self._number(self.a.divisor)] if self.s.dropout else []
 
     def _number(self, word: Value) -> Value:
         return word.bits(F64) if self.s.wide else self.k.trunc(word, I32).bits(F32)
 
     def limit(self, position: Value) -> Value:
-        """How many keys the item's query at a position sees."""
+        """Counts the keys that the item's query at a position sees."""
         k = self.k
         seen = k.max(k.min(self.item.start + position + 1, self.item.k_len), k.i64(0))
         return k.select(self.a.causal.differs(0), seen, self.item.k_len)
 
     def row_of(self, name: str, head: Value, position: Value, item: Any = None) -> Value:
-        """The address of a row of q, out or lse; of another item than the ticket's, if one is given."""
+        """Returns the address of a row of q, out or lse; of another item than the ticket's, if one is given."""
         a = self.a
         start = getattr(a, name) + getattr(item or self.item, f"{name}_at")
         return start + head * getattr(a, f"{name}_head") + position * getattr(a, f"{name}_row")
 
     def keys_of(self, name: str, head: Value) -> Value:
-        """A kv head's keys ("k") or values ("v")."""
+        """Returns a kv head's keys ("k") or values ("v")."""
         return self.k.pointer(self.keys_at(name, head, self.item))
 
     def keys_at(self, name: str, head: Value, item: Any) -> Value:
-        """The address of an item's."""
+        """Returns the address of an item's."""
         return getattr(self.a, name) + getattr(item, f"{name}_at") + head * getattr(self.a, f"{name}_head")
 
     def count(self, full: Value, keys: Value) -> None:
-        """In a counting run: a tile of `keys` keys, the first `full` of which all see; for plan() to agree with."""
+        """Counts, in a counting run, a tile of `keys` keys, the first `full` of which all see; for plan() to agree
+        with.
+        """
         k, counts = self.k, self.a.counts
         with k.when(counts.differs(0)):
             mixed = k.zext(full < keys, I64)
@@ -100,8 +81,8 @@ class Work:
                 k.fetch_add(k.pointer(counts), COUNTS.offset(name), amount)
 
     @contextlib.contextmanager
-    def stretches(self, first: Value, last: Value, box: Callable[[], Box]) -> Iterator[tuple[Value, Value]]:
-        """The spans of keys [first, last) that queries of a box may see.
+    def visible_spans(self, first: Value, last: Value, box: Callable[[], Box]) -> Iterator[tuple[Value, Value]]:
+        """Yields the spans of keys [first, last) that queries of a box may see.
 
         Where all are hidden, steps double, and halve before what is not.
         """
@@ -127,7 +108,7 @@ class Work:
                         at.set(end)
 
     def seen_of(self, box: Box, low: Value, high: Value) -> Value:
-        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) a box."""
+        """Returns whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) a box."""
         if self.visibility is None:
             return self.k.i64(2)
         offset, index = self.a.k_start, self.item.index
@@ -135,13 +116,13 @@ class Work:
         return self.k.call(self.visibility, self.k.p["a"], index, *box.heads, *box.positions, low, high)
 
     def extent_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value]:
-        """Which of the keys [start, start + count) a box may see at all, from and to, and up to where all are."""
+        """Returns which of the keys [start, start + count) a box may see, from and to, and up to where all are."""
         first, end, clear, full = self.parts_of(box, start, count)
         return first, end, self.k.select(clear.equals(first), full, first)
 
     def parts_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value, Value]:
-        """Which of the keys [start, start + count) a box may see at all, from and to, and of them the first that all of
-        it sees, from and to.
+        """Returns which of the keys [start, start + count) a box may see at all, from and to, and of them the first
+        that all of it sees, from and to.
         """
         k, index = self.k, self.item.index
         seen = self.seen_of(box, start, start + count)
@@ -153,7 +134,9 @@ class Work:
         return word & 255, (word >> 8) & 255, word >> 24, (word >> 16) & 255
 
     def row_of_ticket(self, table: Value, count: Value, size: int, first: int, number: Value) -> Value:
-        """The last row of a table, of `size` bytes each, whose first ticket is not above this one, by bisection."""
+        """Returns the last row of a table, of `size` bytes each, whose first ticket is not above this one, by
+        bisection.
+        """
         k = self.k
         low, high = k.variable(k.i64(0)), k.variable(count)
         with k.forever() as leave_if:
@@ -168,20 +151,28 @@ class Work:
         return self.item_of(self.k.p["number"])
 
     def item_of(self, number: Value) -> Any:
-        """The last batch item whose first ticket is not above this one."""
+        """Returns the last batch item whose first ticket is not above this one."""
         k, a = self.k, self.a
         at = self.row_of_ticket(k.pointer(a.items), a.item_count, ITEM_BYTES, 8 * ITEM.first, number)
         return Item._make(k.load(I64, at, 8 * word) for word in ITEM)
 
 
 def call_at(k: Function, address: Value, *args: Value) -> None:
-    """A function without result, at an address."""
+    """Calls a function without result, at an address."""
     kind = ir.FunctionType(VOID, [a.type for a in args]).as_pointer()
     k.b.call(k.b.inttoptr(address.x, kind), [a.x for a in args])
 
 
+def attention_module(parts: Any, task: Any, symbol: str) -> Module:
+    """Writes a kernel whose tickets are each a `task` over the functions of `parts`; `symbol` is its public name."""
+    k = parts.module.function("task", prototype("a* scratch* number"), special=True)
+    task(k, parts).run()
+    entry(parts.module, parts.shape.isa, region(parts.module, k.finish()), symbol)
+    return parts.module
+
+
 def region(module: Module, task: Any) -> Any:
-    """A worker's share: a scratch of its own, then task after task until the region's limit."""
+    """Writes a worker's share: a scratch of its own, then task after task until the region's limit."""
     k = module.function("region", {"a": PTR}, special=True)
     a = k.p["a"]
     words = Words(k, Record(*HEAD), a)
@@ -196,8 +187,8 @@ def region(module: Module, task: Any) -> Any:
 
 
 def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
-    """The public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero are
-    put aside.
+    """Writes the public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero
+    are put aside.
     """
     k = module.function(symbol, {"a": PTR}, public=True)
     if isa.arch == "x86_64":
@@ -219,7 +210,7 @@ def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
 
 
 def joined(module: Module, share: Any, symbol: str) -> None:
-    """The public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
+    """Writes the public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
 
     One call for both, because Python sees signals between calls only. Who comes later finds no ticket and touches the
     words alone.

@@ -1,4 +1,4 @@
-"""What threads of ours run, and how a region is handed to them, as LLVM. Linux.
+"""The loop that threads of ours run, and the hand-over of a region to them, as LLVM. Linux.
 
 The block is what they look at. Its `state` is a generation (the low half, a futex), how many seats are free in the
 region of that generation, and whether the region is open. Who takes a seat runs the kernel on the words and counts
@@ -39,7 +39,7 @@ _SEAT, _SEATS, _OPEN = 1 << 32, (1 << 30) - 1, 1 << 62  # in `state`, beside the
 
 
 def _line(name: str) -> tuple[str, ...]:
-    """A word on a cache line of its own."""
+    """Names a word on a cache line of its own."""
     return (name, *(f"{name}_pad{i}" for i in range(7)))
 
 
@@ -52,7 +52,7 @@ BLOCK = Record(
 
 @dataclass(frozen=True, slots=True)
 class ServingShape:
-    """What the module is specialised for: an architecture, by its least vector unit."""
+    """The specialisation of the module: an architecture, by its least vector unit."""
 
     isa: Isa
     kind: ClassVar[str] = "serving"
@@ -271,7 +271,7 @@ class _Emit:
             k.intrinsic("llvm.aarch64.hint", VOID, k.const(1, I32))
 
     def futex(self, k: Function, block: Value, operation: int, value: Value) -> None:
-        """On the generation: its words are little-endian."""
+        """Calls futex on the generation: its words are little-endian."""
         number, nothing = k.i64(_SYSCALL_FUTEX[self.isa.arch]), k.i64(0)
         known = self.module.ir.globals.get("syscall")
         syscall = known or ir.Function(self.module.ir, ir.FunctionType(I64, [I64], var_arg=True), "syscall")
@@ -279,7 +279,7 @@ class _Emit:
 
 
 def _load(k: Function, block: Value, name: str) -> Value:
-    """A word that another thread may change at any time."""
+    """Loads a word that another thread may change at any time."""
     return Value(k, k.b.load_atomic(k.at(block, BLOCK.offset(name)).x, "seq_cst", 8, typ=I64))
 
 
@@ -292,12 +292,12 @@ def _seats(state: Value) -> Value:
 
 
 def _exchange(k: Function, block: Value, name: str, new: Value) -> Value:
-    """What was there before."""
+    """Returns what was there before."""
     return Value(k, k.b.atomic_rmw("xchg", k.at(block, BLOCK.offset(name)).x, new.x, "seq_cst"))
 
 
 def _exchange_if(k: Function, block: Value, name: str, old: Value, new: Value) -> Value:
-    """1 if it was `old` and is `new` now, else 0."""
+    """Returns 1 if it was `old` and is `new` now, else 0."""
     both = k.b.cmpxchg(k.at(block, BLOCK.offset(name)).x, old.x, new.x, "seq_cst")
     return k.zext(Value(k, k.b.extract_value(both, 1)), I64)
 

@@ -1,4 +1,4 @@
-"""What a mask says about a box of queries and keys, as scalar code: bounds.py's walk, written into the kernel."""
+"""Visibility of boxes of queries and keys under a mask, as scalar code: bounds.py's walk, written into the kernel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ...expressions.program import ENDS, Program
 from ...expressions.tree import Node
 from ...problem.problem import PART
 from ..language.lookups import Box
+from ..language.prototypes import prototype
 from ..language.vector import F64, I1, I64, PTR, Value
 from ..memory.records import field
 from ..memory.shape import Shape
@@ -73,8 +74,8 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
 
     Ends are inclusive.
     """
-    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "j_high")
-    k = module.function("visibility", {"a": PTR} | dict.fromkeys(names, I64), I64, special=True)
+    words = "a* batch h_low h_high i_low i_high j_low j_high"
+    k = module.function("visibility", prototype(words), I64, special=True)
     p = k.p
     lowering = Lowering(k, s, program, *(k.load(PTR, p["a"], field(n)) for n in ("numbers", "tables")))
     box = {
@@ -89,14 +90,14 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
 
 
 def extent(module: Any, visibility: Any) -> Any:
-    """Of the mixed tile [j_low, j_low + count): first and past-the-last key that may be visible, and between them the
-    first keys of which all are visible, and how far.
+    """Finds in the mixed tile [j_low, j_low + count) the first and past-the-last key that may be visible, and between
+    them the first keys of which all are visible, and how far.
 
     Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16 | clear << 24; first = end if
     all is hidden, clear = full if no part is wholly visible.
     """
-    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "count")
-    k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64, special=True)
+    words = "a* batch h_low h_high i_low i_high j_low count"
+    k = module.function("extent", prototype(words), I64, special=True)
     p = k.p
 
     def classed(low: Value, high: Value) -> Value:

@@ -57,22 +57,25 @@ class Store:
     # --- tokens in and out: new ones are put by the kernel of append.py
 
     def move(self, moves: Moves) -> None:
-        """Whole tokens of (page, heads, block, …), all at once."""
+        """Moves whole tokens of (page, heads, block, …), all at once."""
         ends = ((moves.from_owner, moves.from_slot), (moves.to_owner, moves.to_slot))
         (old, old_slot), (new, new_slot) = ((np.array(page, np.int64), np.array(slot, np.int64)) for page, slot in ends)
         for plane in self.planes:
-            tail = plane.shape[self.memory.ndim - 1 :]
-            if len(tail) == 2 or tail[0] == BLOCK:
-                moved = plane[old, :, old_slot >> 4, old_slot & 15]  # a copy
-                plane[new, :, new_slot >> 4, new_slot & 15] = moved
-            else:
-                moved = plane[old, :, old_slot >> 4, (old_slot & 15) >> 1, old_slot & 1]
-                plane[new, :, new_slot >> 4, (new_slot & 15) >> 1, new_slot & 1] = moved
+            of_pairs = plane.shape[self.memory.ndim - 1] != BLOCK
+            at, to = (
+                (slot >> 4, (slot & 15) >> 1, slot & 1) if of_pairs else (slot >> 4, slot & 15)
+                for slot in (old_slot, new_slot)
+            )
+            plane[(new, slice(None), *to)] = plane[(old, slice(None), *at)]  # of a copy
 
     def fill(self, parts: list[np.ndarray]) -> None:
-        """Stores what parts() returned, from the first token on."""
+        """Stores what parts() returned, from the first token on, and zeros behind it to the end of a block."""
         for plane, part in zip(self.planes, parts, strict=True):
-            _scatter(plane, self.memory.ndim - 1, 0, part)
+            *items, n, dim = part.shape
+            count, tail = -(-n // BLOCK), plane.shape[self.memory.ndim - 1 :]
+            whole = np.zeros((*items, count * BLOCK, math.prod(tail) // BLOCK), part.dtype)
+            whole[:, :, :n, :dim] = part
+            plane[:, :, :count] = whole.reshape(*items, count, *tail)
 
     def get(self, where: Any, n: int) -> np.ndarray:
         """A copy of the first n tokens of memory[where], (items, heads, n, dim)."""
@@ -121,38 +124,6 @@ class Coded(Store):
     @standard
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
         return parts[0].astype(np.float32) * parts[1]
-
-
-def _even(x: np.ndarray) -> np.ndarray:
-    """An odd last axis gets a zero."""
-    return np.concatenate([x, np.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1) if x.shape[-1] % 2 else x
-
-
-def _scatter(blocks: np.ndarray, axes: int, at: int, x: np.ndarray) -> None:
-    """Tokens x (items, heads, n, dim) from token `at` on, into blocks whose first `axes` axes end with the block."""
-    n = x.shape[2]
-    tail = blocks.shape[axes:]
-    if len(tail) == 3 and tail[0] == BLOCK:  # pairs of elements
-        x = _even(x)
-    done = 0
-    while done < n:
-        block, lane = divmod(at + done, BLOCK)
-        if lane or n - done < BLOCK:
-            count = min(BLOCK - lane, n - done)
-            for token in range(count):
-                one = x[:, :, done + token]
-                where = blocks[:, :, block]
-                if len(tail) == 2:
-                    where[:, :, lane + token] = one
-                elif tail[0] == BLOCK:
-                    where[:, :, lane + token] = one.reshape(*one.shape[:2], *tail[1:])
-                else:
-                    where[:, :, (lane + token) // 2, (lane + token) % 2] = one
-        else:
-            count = (n - done) // BLOCK * BLOCK
-            whole = x[:, :, done : done + count]
-            blocks[:, :, block : block + count // BLOCK] = whole.reshape(*x.shape[:2], count // BLOCK, *tail)
-        done += count
 
 
 def reserved(shape: tuple[int, ...]) -> np.ndarray:

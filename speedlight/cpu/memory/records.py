@@ -202,7 +202,7 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
 }
 
 # what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left
-UPCOMING = Record("q", "out", "k", "v", "positions", "keys")
+PREFETCH = Record("q", "out", "k", "v", "positions", "keys")
 
 
 class BackwardSizes(NamedTuple):
@@ -256,10 +256,10 @@ BACKWARD_SCRATCH: Mapping[str, Callable[[BackwardSizes], int]] = {
 # of a panel and a tile
 PAIRS: Mapping[str, Callable[[BackwardSizes], int]] = {
     "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
-    "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
+    "d_scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
     "p_units": lambda z: z.units_of_weights,  # [TILE, panel] of P: a unit is of queries
     "ds_units": lambda z: z.units_of_weights,  # … and of dS
-    "flow_units": lambda z: z.units_of_weights,  # [units of TILE, panel] of dS: a unit is of keys
+    "d_score_units": lambda z: z.units_of_weights,  # [units of TILE, panel] of dS: a unit is of keys
 }
 BACKWARD_PANEL: Mapping[str, Callable[[BackwardSizes], int]] = {
     "ends": lambda z: QUERY_ENDS.bytes,

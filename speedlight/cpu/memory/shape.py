@@ -1,4 +1,4 @@
-"""What a kernel is specialised for: of attention, or one that stores new tokens."""
+"""The specialisation of a kernel: of attention, or of one that stores new tokens."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ...arrays.array import STORAGE_BYTES
-from ...host.machine import PRODUCTS, Isa, number_bytes
+from ...host.machine import PRODUCTS, Isa, sum_storage
 from ...host.tunings import TUNINGS, Fetching, RegisterTiles, shipped
 from .records import BLOCK
 
 if TYPE_CHECKING:
     from llvmlite import ir
 
+    from .formats import TokenFormat
+
 Kind = Literal["forward", "decode", "backward", "tables"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a set of micro-kernels is specialised for."""
+    """The specialisation of a set of micro-kernels."""
 
     kind: Kind  # forward: a lane is a query; decode: a lane is a key; backward, tables: gradients
     isa: Isa
@@ -43,33 +45,51 @@ class Shape:
 
     @property
     def product(self) -> str:
-        """What multiplies: a name in machine.PRODUCTS."""
+        """Name of what multiplies, in machine.PRODUCTS."""
         return "fma" if self.quantised or self.widened else self.isa.product(self.storage)
 
     @property
     def elements(self) -> int:
-        """Of a unit: what one multiply-add step takes from a row of keys, or of values at one column."""
+        """Elements of a unit: what one multiply-add step takes from a row of keys, or of values at one column."""
         return PRODUCTS[self.product]
 
     @property
     def pads(self) -> bool:
-        """Whether the last of an odd number of keys has zeros beside it: of arrays, by pairs."""
+        """Has zeros beside the last of an odd number of keys: of arrays, by pairs."""
         return self.elements > 1 and not self.cached
 
     @property
     def hides(self) -> bool:
-        """Whether keys that a mask or score shows may follow others."""
+        """Has a mask or score that may show keys behind hidden ones."""
         return self.program is not None and self.program.may_hide
 
     @property
-    def narrows(self) -> bool:
-        """Whether keys that `causal` shows only to a panel's last vector of queries take no time of the others."""
+    def has_narrow_tail(self) -> bool:
+        """Computes keys that `causal` shows to a panel's last vector of queries alone for that vector alone."""
         return self.vectors > 1 and self.program is None
 
     @property
     def fetches_rows(self) -> bool:
-        """Whether the next lines of rows are fetched while those before are transposed: a vector of each is a line."""
+        """Fetches the next lines of rows while those before are transposed: a vector of each is a line."""
         return self.fetching.rows > 0 and self.lanes * self.storage_bytes == 64
+
+    # --- units of rows
+
+    def count_units(self, length: Any) -> Any:
+        """Counts the units that hold so many elements."""
+        return length if self.elements == 1 else (length + (self.elements - 1)) // self.elements
+
+    def unit_of(self, element: Any) -> Any:
+        """Returns the unit that has an element."""
+        return element if self.elements == 1 else element // self.elements
+
+    def whole_units(self, length: Any) -> Any:
+        """Counts those that can be read a vector at a time."""
+        return length // (self.elements * self.lanes) * self.lanes
+
+    def step_bytes(self, row: Any) -> Any:
+        """Returns the step from a unit of values to the next, where neighbouring keys' values are kept together."""
+        return row if self.elements == 1 else row * self.elements
 
     # --- memory
 
@@ -78,39 +98,24 @@ class Shape:
         return STORAGE_BYTES[self.storage]
 
     @property
-    def stored(self) -> str:
-        """Type of keys and values in memory, where they are not codes."""
-        return self.widened or self.storage
+    def format(self) -> TokenFormat:
+        """Format of keys and values in memory."""
+        return _formats()[self.quantised or self.widened or self.storage]
 
     @property
     def key_bytes(self) -> int:
-        """Of one element of keys or values."""
-        return 1 if self.quantised else STORAGE_BYTES[self.stored]
+        """Bytes of one element of keys or values."""
+        return self.format.bits // 8
 
     @property
     def stored_bytes(self) -> int:
-        """Of one unit of a cache's keys or values."""
+        """Bytes of one unit of a cache's keys or values."""
         return self.key_bytes * self.elements
-
-    @property
-    def widens_pairs(self) -> bool:
-        """Whether keys and values are bf16 that is multiplied one by one, and not in pairs."""
-        return self.stored == "bf16" and self.product == "fma" and not self.quantised
-
-    @property
-    def parts_pairs(self) -> bool:
-        """Whether a cache's pairs of bf16 are parted."""
-        return self.cached and self.widens_pairs
-
-    @property
-    def together(self) -> int:
-        """Units that lie together in a cache, and are read at once."""
-        return 2 if self.parts_pairs else 1
 
     @property
     def header(self) -> int:
         """Bytes of scales ahead of a block's elements."""
-        return 4 * BLOCK if self.quantised else 0
+        return 4 * BLOCK if self.format.is_coded else 0
 
     @property
     def piece(self) -> int:
@@ -120,35 +125,42 @@ class Shape:
     # --- types (plans and kernels that were kept are named without them, and without llvmlite's 6 ms)
 
     @property
+    def sums(self) -> str:
+        """Storage type of scores and sums."""
+        return sum_storage(self.storage)
+
+    @property
     def wide(self) -> bool:
-        return self.storage == "f64"
+        """Has scores and sums of 64 bits."""
+        return self.number_bytes == 8
 
     @property
     def number(self) -> ir.Type:
-        """What scores and sums are held in."""
+        """Type of scores and sums."""
         return _types().F64 if self.wide else _types().F32
 
     @property
     def number_bytes(self) -> int:
-        return number_bytes(self.storage)
+        return STORAGE_BYTES[self.sums]
 
     @property
     def gradient_storage(self) -> str:
-        """Type of gradients in memory."""
-        return ("f64" if self.wide else "f32") if self.partial else self.storage
+        """Storage type of gradients."""
+        return self.sums if self.partial else self.storage
 
     @property
     def narrows_gradients(self) -> bool:
-        """Whether sums are of more bits than the gradients that they become."""
+        """Has sums of more bits than the gradients that they become."""
         return STORAGE_BYTES[self.gradient_storage] < self.number_bytes
 
     @property
     def integer(self) -> ir.Type:
+        """Type of a score's bits."""
         return _types().I64 if self.wide else _types().I32
 
     @property
     def unit(self) -> ir.Type:
-        """What is broadcast from a row of keys: one number, or several elements as an integer."""
+        """Type of what is broadcast from a row of keys: one number, or several elements as an integer."""
         return self.number if self.elements == 1 else self.integer
 
     @property
@@ -161,7 +173,7 @@ class Shape:
 
     @property
     def units(self) -> ir.VectorType:
-        """A unit of each lane."""
+        """Type of a unit of each lane."""
         return _types().vec(self.unit, self.lanes)
 
     # --- tiles
@@ -189,7 +201,7 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """One row of a panel-wide array."""
+        """Bytes of one row of a panel-wide array."""
         return self.panel * self.number_bytes
 
     def lane_offset(self, v: int) -> int:
@@ -205,7 +217,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AppendShape:
-    """What the kernel that stores new tokens is specialised for: sizes and strides are arguments."""
+    """The specialisation of the kernel that stores new tokens: sizes and strides are arguments."""
 
     isa: Isa
     stored: str  # f32, f64, f16, bf16; the dtype of codes
@@ -216,9 +228,13 @@ class AppendShape:
     kind: ClassVar[str] = "append"
 
     @property
+    def format(self) -> TokenFormat:
+        return _formats()[self.stored]
+
+    @property
     def pairs(self) -> bool:
-        """Whether they are kept as blocks.Pairs keeps them."""
-        return self.stored == "bf16" and not self.raw
+        """Keeps tokens as blocks.Pairs has them."""
+        return self.format.in_pairs and not self.raw
 
     @property
     def stem(self) -> str:
@@ -230,3 +246,10 @@ def _types() -> Any:
     from ..language import vector
 
     return vector
+
+
+@functools.cache
+def _formats() -> dict[str, TokenFormat]:
+    from .formats import FORMATS
+
+    return FORMATS

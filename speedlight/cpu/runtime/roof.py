@@ -18,11 +18,12 @@ import numpy as np
 from ...arrays.array import pages
 from ...host.machine import Isa, cpu_identity, host_isas
 from ...problem.plan import Roofs
-from ..kernels.task import Words, joined
+from ..kernels.task import joined
 from ..language.vector import I64, PTR, Function, Module, vec
 from ..memory.records import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
 from ..memory.shape import Shape
-from ..products.products import multiply_add
+from ..memory.words import Words
+from ..products.product import product_of
 from .compile import Kernel, _host_triple, cache_directory, compile_ir, keep, read_kept
 from .workers import run_region
 
@@ -58,7 +59,7 @@ def _emit_peak(module: Module, s: Shape) -> None:
         leave_if(ticket >= Words(k, ARGUMENTS, a).limit)
         with k.range(0, _ROUNDS):
             for total in sums * _UNROLL:
-                total.set(multiply_add(k, s, x, y, total.get()))
+                total.set(product_of(s).multiply_add(k, x, y, total.get()))
     for i, total in enumerate(sums):
         k.store(total.get(), a, start + 8 * i)
     _leave(module, k, "peak")

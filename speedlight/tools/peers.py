@@ -1,0 +1,177 @@
+"""The libraries that attention is measured against: each a call over inputs in its own form."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import speedlight as sl
+
+Call = Callable[[], Any]
+
+
+class Asked(NamedTuple):
+    """A problem for a peer; arrays, or tensors that may be on a GPU, are [batch, heads, length, head_dim]."""
+
+    q: Any
+    k: Any
+    v: Any
+    causal: bool = False
+    d_out: Any = None  # the upstream gradient: then the backward pass alone is measured
+    mask: Any = None  # FlexAttention's mask_mod
+    score: Any = None  # FlexAttention's score_mod
+    dense: Any = None  # PyTorch's attn_mask
+
+    @property
+    def dtype(self) -> str:
+        return str(self.q.dtype).rpartition(".")[2]
+
+
+Peer = Callable[[Asked], Call]
+
+
+class UnfitError(Exception):
+    """A problem that a peer does not take."""
+
+
+def usable(
+    peers: dict[str, Peer], asked: Asked, wrong: Callable[[Any], str | None]
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """Returns calls of the peers that run here and whose result is right, and why the others are left out."""
+    calls: dict[str, Call] = {}
+    notes: dict[str, str] = {}
+    for name, peer in peers.items():
+        try:
+            call = peer(asked)
+            if why := wrong(call()):
+                notes[name] = f"another result than ours: {why}"
+            else:
+                calls[name] = call
+        except UnfitError as error:
+            notes[name] = str(error)
+        except ImportError as error:
+            notes[name] = f"not installed ({error.name})"
+        except Exception as error:
+            notes[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    return calls, notes
+
+
+def as_tensors(*arrays: Any) -> list[Any]:
+    """Returns PyTorch's tensors over the same memory; those that are tensors stay."""
+    import torch
+
+    torch.set_num_threads(sl.get_threads())
+    found = []
+    for x in arrays:
+        if isinstance(x, np.ndarray):
+            is_bf16 = x.dtype == ml_dtypes.bfloat16
+            x = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if is_bf16 else torch.from_numpy(x)
+        found.append(x)
+    return found
+
+
+def without_grad(call: Call) -> Call:
+    """Returns the call with PyTorch's autograd off."""
+    import torch
+
+    return torch.no_grad()(call)
+
+
+def sdpa(asked: Asked) -> Call:
+    """PyTorch's scaled_dot_product_attention, or its backward pass alone, of a forward pass that stays."""
+    import torch
+
+    q, k, v = as_tensors(*asked[:3])
+    call = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, attn_mask=asked.dense, is_causal=asked.causal,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    if asked.d_out is None:
+        return without_grad(lambda: call(q, k, v))
+    inputs, flow = [x.requires_grad_() for x in (q, k, v)], as_tensors(asked.d_out)
+    out = call(*inputs)
+    return lambda: torch.autograd.grad(out, inputs, flow, retain_graph=True)
+
+
+def flex(asked: Asked) -> Call:
+    """FlexAttention, compiled for this very shape."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    q, k, v = as_tensors(*asked[:3])
+    mask = (lambda b, h, i, j: i >= j) if asked.causal else asked.mask
+    block = create_block_mask(mask, None, None, q.shape[2], k.shape[2], device=q.device) if mask else None
+    run = torch.compile(flex_attention, dynamic=False)
+    gqa = q.shape[1] != k.shape[1]
+    return without_grad(lambda: run(q, k, v, block_mask=block, score_mod=asked.score, enable_gqa=gqa))
+
+
+def onnx_session(node: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> Any:
+    """Returns ONNX Runtime's session of one node, on as many threads as ours."""
+    onnx, ort = (importlib.import_module(x) for x in ("onnx", "onnxruntime"))
+    helper = onnx.helper
+    kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
+    infos = [helper.make_tensor_value_info(name, kinds[name], x.shape) for name, x in inputs.items()]
+    results = [helper.make_tensor_value_info(name, kinds["q"], None) for name in outputs]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "g", infos, results)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = sl.get_threads()
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _onnxruntime(asked: Asked) -> Call:
+    if asked.dtype != "float32":
+        raise UnfitError(f"does not take {asked.dtype}")
+    helper = importlib.import_module("onnx").helper
+    batch, heads, n, d = shape = asked.q.shape
+    rows = {x: np.ascontiguousarray(a.swapaxes(1, 2)) for x, a in zip("qkv", asked[:3], strict=True)}
+    feeds = {x: a.reshape(batch, n, heads * d) for x, a in rows.items()}
+    node = helper.make_node(
+        "MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads,
+        unidirectional=int(asked.causal),
+    )  # fmt: skip
+    session = onnx_session(node, feeds, ["o"])
+    return lambda: session.run(None, feeds)[0].reshape(shape[0], n, heads, d).swapaxes(1, 2)
+
+
+def openvino(asked: Asked) -> Call:
+    """OpenVINO's, given float32 with a precision hint: that is how it runs bfloat16."""
+    hints = {"float32": "f32", "bfloat16": "bf16"}
+    if asked.dtype not in hints:
+        raise UnfitError(f"does not take {asked.dtype}")
+    ov, op = (importlib.import_module(n) for n in ("openvino", "openvino.opset13"))
+    inputs = [x.astype(np.float32) for x in asked[:3]]
+    parameters = [op.parameter(list(x.shape), np.float32) for x in inputs]
+    model = ov.Model([op.scaled_dot_product_attention(*parameters, causal=asked.causal)], parameters)
+    config = {"INFERENCE_PRECISION_HINT": hints[asked.dtype], "INFERENCE_NUM_THREADS": sl.get_threads()}
+    request = ov.Core().compile_model(model, "CPU", config).create_infer_request()
+    return lambda: request.infer(inputs, share_inputs=True)
+
+
+def _jax(asked: Asked) -> Call:
+    """JAX's, on a GPU by cuDNN; each call is waited for."""
+    jax = importlib.import_module("jax")
+    jax.config.update("jax_enable_x64", asked.dtype == "float64")
+    on_gpu = not isinstance(asked.q, np.ndarray)
+    rows = [x.swapaxes(1, 2) for x in asked[:3]]
+    q, k, v = (jax.dlpack.from_dlpack(x.contiguous()) if on_gpu else jax.numpy.asarray(x) for x in rows)
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=asked.causal, implementation="cudnn" if on_gpu else None
+    )
+    run = jax.jit(lambda q, k, v: attend(q, k, v).swapaxes(1, 2))
+    return lambda: run(q, k, v).block_until_ready()
+
+
+PEERS: dict[str, Peer] = {
+    "torch": sdpa, "flex": flex, "onnxruntime": _onnxruntime, "openvino": openvino, "jax": _jax,
+}  # fmt: skip
+BACKWARD = ("torch",)  # those that have a backward pass
+LIBRARIES = {"flex": "torch"}  # whose name is not the peer's

@@ -1,0 +1,301 @@
+"""speedlight.transformers: masks and the attention function, against what transformers documents."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from conftest import FULL, ROOT
+from small_llama import BATCH, DIM, HEADS, HOLES, KV_HEADS, LEFT, RIGHT, SIZES, assert_equal, drawn, registered
+
+import speedlight as sl
+import speedlight.transformers
+from speedlight.expressions.tree import evaluate
+
+with warnings.catch_warnings():  # of a first import, about libraries that are missing
+    warnings.simplefilter("ignore")
+    from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, masking_utils
+
+    from speedlight.transformers import masks
+
+__all__ = ["registered"]
+
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+attend, mask_of = (getattr(speedlight.transformers, x) for x in ("attention_forward", "attention_mask"))
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]])
+
+
+def formula(q, k, v, seen, *, scaling=None, softcap=None, s_aux=None, position_bias=None):
+    """What transformers' eager attention computes, in float64; rows that see nothing are 0."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if position_bias is None else scores + position_bias
+    scores = scores.masked_fill(seen.logical_not(), -math.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], 3)
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
+    return (weights[..., : k.shape[2]] @ v).transpose(1, 2)
+
+
+def dense(**options):
+    """transformers' own mask of the same arguments: (batch, 1, q_len, k_len)."""
+    return masking_utils.sdpa_mask(**options, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+
+
+def packed(mask_function):
+    positions = PACKED
+    sequence = masking_utils.find_packed_sequence_indices(positions)
+    return masking_utils.packed_sequence_compatibility_function(mask_function, positions, sequence)
+
+
+m = masking_utils
+SQUARE = {"q_length": 13, "kv_length": 13}
+STEP = {"q_length": 1, "kv_length": 13, "q_offset": 12}
+CHUNK = {"q_length": 4, "kv_length": 9, "q_offset": 9, "kv_offset": 4}
+PATTERNS = {
+    "causal": {**SQUARE},
+    "causal, left": {**SQUARE, "attention_mask": LEFT},
+    "causal, right": {**SQUARE, "attention_mask": RIGHT},
+    "causal, holes": {**SQUARE, "attention_mask": HOLES},
+    "step": {**STEP},
+    "step, left": {**STEP, "attention_mask": LEFT},
+    "chunk": {**CHUNK, "attention_mask": LEFT},
+    "both ways": {**SQUARE, "mask_function": m.bidirectional_mask_function},
+    "both ways, right": {**SQUARE, "mask_function": m.bidirectional_mask_function, "attention_mask": RIGHT},
+    "both ways, left": {**SQUARE, "mask_function": m.bidirectional_mask_function, "attention_mask": LEFT},
+    "sliding": {**SQUARE, "mask_function": m.sliding_window_causal_mask_function(4), "attention_mask": LEFT},
+    "sliding chunk": {**CHUNK, "mask_function": m.sliding_window_causal_mask_function(6)},
+    "sliding both ways": {
+        **SQUARE, "mask_function": m.sliding_window_bidirectional_mask_function(3), "attention_mask": RIGHT
+    },
+    "chunked": {**SQUARE, "mask_function": m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))},
+    "chunked, left": {
+        **SQUARE, "mask_function": m.chunked_causal_mask_function(4, torch.tensor([5, 0])), "attention_mask": LEFT
+    },
+    "chunked chunk": {**CHUNK, "mask_function": m.chunked_causal_mask_function(4, torch.tensor([2, 0]))},
+    "packed": {**SQUARE, "mask_function": packed(m.causal_mask_function)},
+    "packed, sliding": {**SQUARE, "mask_function": packed(m.sliding_window_causal_mask_function(3))},
+    "packed, chunked": {
+        **SQUARE,
+        "mask_function": packed(m.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))),
+    },
+    "blocks": {
+        **SQUARE,
+        "mask_function": m.or_masks(
+            m.causal_mask_function, m.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 2, 2, 2]] * 2))
+        ),
+    },
+    "prefix": {**SQUARE, "mask_function": m.or_masks(m.causal_mask_function, lambda b, h, i, j: j < 5)},
+    "static": {"q_length": 7, "kv_length": 16, "q_offset": torch.tensor(3), "attention_mask": LEFT[:, :10]},
+}  # fmt: skip
+
+
+LONGER = ("causal, holes", "both ways, left", "chunked chunk", "packed, sliding", "packed, chunked")  # in long runs
+
+
+@pytest.mark.parametrize("name", [x for x in PATTERNS if FULL or x not in LONGER])
+def test_masks(name):
+    """A mask is seen as transformers' own tensor of it would be."""
+    given = {"batch_size": BATCH, **PATTERNS[name]}
+    q, k = drawn(BATCH, HEADS, given["q_length"], DIM), drawn(BATCH, KV_HEADS, given["kv_length"], DIM, seed=1)
+    spec = mask_of(**given)
+    assert "MaskSpec" in repr(spec)
+    out, weights = attend(torch.nn.Module(), q, k, k, spec)
+    assert weights is None and out.is_contiguous()
+    assert_equal(out, formula(q, k, k, dense(**given)))
+
+
+def test_packed_in_one_row():
+    """A batch of one is cut into its sequences; offsets that a collator made say the same."""
+    positions = PACKED[:1]
+    sequence = masking_utils.find_packed_sequence_indices(positions)
+    of = masking_utils.packed_sequence_compatibility_function(
+        m.sliding_window_causal_mask_function(4), positions, sequence
+    )
+    given = {"batch_size": 1, **SQUARE, "mask_function": of}
+    q, k = drawn(1, HEADS, 13, DIM), drawn(1, KV_HEADS, 13, DIM, seed=1)
+    spec = mask_of(**given)
+    assert spec.options()["cu_seqlens_q"] == [0, 4, 10, 13]
+    want = formula(q, k, k, dense(**given))
+    assert_equal(attend(torch.nn.Module(), q, k, k, spec)[0], want)
+    offsets = torch.tensor([0, 4, 10, 13], dtype=torch.int32)
+    plain = mask_of(1, 13, 13, mask_function=m.sliding_window_causal_mask_function(4))
+    assert_equal(attend(torch.nn.Module(), q, k, k, plain, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0], want)
+
+
+def test_packed_by_positions_alone():
+    """Where no mask comes, as under DeepSpeed's Ulysses, position_ids that begin anew tell what is packed."""
+    q, k = drawn(2, HEADS, 13, DIM), drawn(2, KV_HEADS, 13, DIM, seed=1)
+    module = torch.nn.Module()
+    causal = torch.ones(13, 13, dtype=torch.bool).tril()
+    same = (PACKED[:, :, None] - PACKED[:, None] == torch.arange(13)[:, None] - torch.arange(13)).to(torch.bool)
+    assert not same.all()
+    assert_equal(attend(module, q, k, k, None, position_ids=PACKED)[0], formula(q, k, k, (same & causal)[:, None]))
+    assert_equal(attend(module, q, k, k, None, position_ids=torch.arange(13)[None])[0], formula(q, k, k, causal))
+    assert_equal(
+        attend(module, q[:, :, :5], k, k, None, position_ids=PACKED[:, :5])[0], formula(q[:, :, :5], k, k, causal[:5])
+    )
+
+
+def test_no_mask_is_made():
+    """What a mask holds does not grow with q_len times k_len."""
+    spec = mask_of(1, 1 << 20, 1 << 20, mask_function=m.sliding_window_causal_mask_function(4096))
+    assert spec.options() == {"causal": True, "window": (4095, None), "q_start": 0}
+    step = mask_of(1, 1, 1 << 20, q_offset=(1 << 20) - 1, attention_mask=torch.ones(1, 1 << 20, dtype=torch.bool))
+    assert step.options() == {} and step.in_cache(None) is None
+
+
+@pytest.mark.parametrize("dims", [(24, 16), (DIM, DIM)] if FULL else [(24, 16)], ids=str)
+def test_options(dims):
+    """Soft caps, sinks, a bias, a scale, masks as tensors, other value dims: forwards and backwards."""
+    dim, value_dim = dims
+    seen = dense(batch_size=BATCH, **SQUARE, attention_mask=LEFT)
+    spec, bias = mask_of(BATCH, 13, 13, attention_mask=LEFT), drawn(1, HEADS, 13, 13)
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min).to(torch.float64)
+    some = LEFT[:, None, :, None]  # rows that see something
+    cases = [
+        ({"softcap": 2.0, "scaling": 0.3}, spec), ({"s_aux": drawn(HEADS)}, spec), ({"position_bias": bias}, added),
+        ({}, seen), ({}, added), ({"position_bias": bias}, spec),
+    ]  # fmt: skip
+    for options, mask in cases if FULL else cases[:3]:
+        q, k, v = (
+            drawn(BATCH, h, 13, d, seed=n).requires_grad_()
+            for n, (h, d) in enumerate(((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, value_dim)))
+        )
+        learned = [x.requires_grad_() for x in options.values() if isinstance(x, torch.Tensor)]
+        flow, results = drawn(BATCH, 13, HEADS, value_dim, seed=9) * some.transpose(1, 2), []
+        for out in (attend(torch.nn.Module(), q, k, v, mask, **options)[0], formula(q, k, v, seen, **options)):
+            results.append((out * some.transpose(1, 2), *torch.autograd.grad(out, [q, k, v, *learned], flow)))
+        for got, want in zip(*results, strict=True):
+            assert_equal(got, want)
+
+
+def test_dropout_comes_from_pytorchs_generator():
+    q, module = drawn(1, HEADS, 13, DIM), torch.nn.Module()
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outs.append(attend(module, q, q, q, mask_of(1, 13, 13), dropout=0.5)[0])
+    assert torch.equal(*outs) and not torch.equal(outs[0], attend(module, q, q, q, mask_of(1, 13, 13), dropout=0.5)[0])
+
+
+def test_without_a_mask_the_module_says_whether_it_is_causal():
+    module, q, k = torch.nn.Module(), drawn(1, HEADS, 5, DIM), drawn(1, KV_HEADS, 9, DIM)
+    lower, every = torch.ones(5, 9, dtype=torch.bool).tril(), torch.ones(5, 9, dtype=torch.bool)
+    assert_equal(attend(module, q, k, k, None)[0], formula(q, k, k, lower))  # PyTorch's alignment
+    assert_equal(attend(module, q, k, k, None, is_causal=False)[0], formula(q, k, k, every))
+    module.is_causal = False
+    assert_equal(attend(module, q, k, k, None)[0], formula(q, k, k, every))
+    assert_equal(attend(module, q[:, :, :1], k, k, None, is_causal=True)[0], formula(q[:, :, :1], k, k, every[:1]))
+
+
+def test_what_is_refused():
+    module, q, two = torch.nn.Module(), drawn(1, HEADS, 13, DIM), drawn(2, HEADS, 13, DIM)
+    spec, tensor = mask_of(1, 13, 13), torch.ones(13, 13, dtype=torch.bool)
+    refused = [
+        ({"output_attentions": True}, "output_attentions: expected False.*set_attn_implementation"),
+        ({"indices": q}, r"indices: Module gives attention an option.*register\(harmless=\('indices',\)\)"),
+        ({"softcap": 2.0, "position_bias": q}, "position_bias: expected None beside softcap"),
+        ({"position_bias": q[:, :, :12, :5]}, "^position_bias: expected a shape"),
+        ({"s_aux": drawn(2)}, "^s_aux: expected .* numbers, one per query head"),
+        ({"scaling": float("nan")}, "^scaling: expected a finite number"),
+        ({"cache": 3}, "cache: expected a PagedAttentionCache; got int"),
+        ({"attention_mask": tensor}, "attention_mask: expected what speedlight.transformers.attention_mask"),
+        ({"attention_mask": mask_of(1, 13, 12)}, "key: expected 12 keys, for which the mask was made; got 13"),
+        ({"attention_mask": mask_of(1, 12, 13)}, "query: expected 12 queries, for which the mask was made; got 13"),
+        ({"cu_seq_lens_q": [0, 13], "attention_mask": mask_of(1, 13, 13, attention_mask=LEFT[:1])}, "beside them"),
+    ]
+    for options, words in refused:
+        with pytest.raises(sl.Error, match=words):
+            attend(module, q, q, q, **({"attention_mask": spec} | options))
+    with pytest.raises(sl.Error, match="cu_seq_lens_q: expected a batch of one"):
+        attend(module, two, two, two, mask_of(2, 13, 13), cu_seq_lens_q=[0, 13])
+    attend(module, q, q, q, spec, indices=None, output_attentions=False, position_ids=q, deterministic=True)
+    for use in (lambda: spec[:, :, :5], lambda: q + spec, lambda: torch.where(spec, q, 0.0)):
+        with pytest.raises(sl.Error, match="this model computes with its mask as a tensor"):
+            use()
+
+
+def test_a_padding_mask_is_never_dropped():
+    """Under a name that has a function and no mask, transformers would drop padding without a word."""
+    AttentionInterface.register("half", attend)
+    try:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="half")).eval()
+        with pytest.raises(sl.Error, match="padding would be dropped.*AttentionMaskInterface.register"):
+            model(torch.ones(2, 13, dtype=torch.int64), attention_mask=LEFT.long())
+        AttentionMaskInterface.register("half", mask_of)
+        model(torch.ones(2, 13, dtype=torch.int64), attention_mask=LEFT.long())
+    finally:
+        AttentionInterface._global_mapping.pop("half", None)
+        AttentionMaskInterface._global_mapping.pop("half", None)
+
+
+@pytest.mark.parametrize("seed", range(40) if FULL else range(4))
+def test_padding_of_this_mask(seed):
+    """It is of no mask before that begins alike: longer, shorter, or in a cache, where what is past its end is seen."""
+    r = torch.Generator().manual_seed(seed)
+    whole = torch.rand(2, 9, generator=r) < 0.5
+    whole[:, 4:] |= torch.rand(1, generator=r) < 0.5  # often nothing hidden in what one mask has more
+    for _ in range(60):
+        n, in_cache = int(torch.randint(1, 10, (), generator=r)), bool(torch.rand(1, generator=r) < 0.5)
+        keys = 12 if in_cache else n
+        shown = masks._padding(whole[:, :n], in_cache)
+        found = [[bool(evaluate(shown.root, {"b": b, "h": 0, "i": 0, "j": j})) for j in range(keys)] for b in range(2)]
+        assert found == [[j >= n or bool(whole[b, j]) for j in range(keys)] for b in range(2)], (n, in_cache)
+        assert in_cache or [x.shape for x in shown.tables] == [(2, n)]  # attention() takes no other
+
+
+def test_register(monkeypatch):
+    from speedlight.transformers import attending, registering
+
+    registering.check_version("5.23.4")
+    with pytest.raises(sl.Error, match=r"expected 5.23 or newer, .*; got 4.57.1. pip install -U"):
+        registering.check_version("4.57.1")
+    with pytest.raises(sl.Error, match=r"none is installed. pip install"):
+        registering.check_version(None)
+    with pytest.warns(UserWarning, match=r"5.24.0 is newer than 5.23, the last one .* pip install 'transformers==5.23"):
+        registering.check_version("5.24.0")
+    for wrong, words in (
+        ({"replace_sdpa": 1}, "replace_sdpa"),
+        ({"harmless": "x"}, "harmless"),
+        ({"harmless": [1]}, "h"),
+    ):
+        with pytest.raises(sl.Error, match=f"{words}.*: expected"):
+            speedlight.transformers.register(**wrong)
+    monkeypatch.setattr(attending, "harmless", attending.harmless)
+    speedlight.transformers.register(harmless=("indices",))
+    q = drawn(1, HEADS, 13, DIM)
+    attend(torch.nn.Module(), q, q, q, mask_of(1, 13, 13), indices=q)
+
+
+def test_a_model_without_register_says_what_docs_quote(monkeypatch):
+    import transformers
+
+    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "speedlight")
+    said = 'Specified `attn_implementation="speedlight"` is not supported. The only possible arguments are'
+    with pytest.raises(ValueError, match=re.escape(said)):
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="speedlight"))
+    assert f"ValueError: {said}" in (ROOT / "docs" / "transformers.md").read_text()
+
+
+def test_docs():
+    names: dict = {}
+    text = (ROOT / "docs" / "transformers.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, names)
+    assert "cache" in names
+
+
+@pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1: docstrings are looked at in test_docs.py's way")
+def test_docstrings():
+    import doctest
+
+    for name in speedlight.transformers.__all__:
+        examples = doctest.DocTestFinder(recurse=False).find(getattr(speedlight.transformers, name), name)
+        assert sum(len(x.examples) for x in examples) > 0 or name == "unregister", name
+        assert sum(doctest.DocTestRunner().run(x).failed for x in examples) == 0

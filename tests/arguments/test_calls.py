@@ -1,0 +1,152 @@
+"""Options are told once, and keys tell them apart to the bit; the memo of prepared calls keeps its bounds."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import speedlight as sl
+from speedlight.calls import dense
+from speedlight.host.memo import Memo
+from speedlight.problem.problem import Options
+
+
+def own(function) -> dict[str, object]:
+    """Keyword arguments and their defaults."""
+    found = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return {x.name: x.default for x in found if x.kind is x.KEYWORD_ONLY}
+
+
+def test_every_option_is_offered_with_its_default():
+    for function in (sl.attention, sl.plan):
+        given = own(function)
+        assert {name: given[name] for name in Options._fields} == Options()._asdict()
+    given = own(sl.attention_backward)
+    assert {name: given[name] for name in Options._fields if name != "precision"} | {
+        "precision": "ieee"
+    } == Options()._asdict()
+    for function in (sl.attention_paged, sl.KVCache.attend, sl.PagePool.attend):
+        given = {name: x for name, x in own(function).items() if name in Options._fields and name != "causal"}
+        assert given and all(x == Options._field_defaults[name] for name, x in given.items())
+
+
+SIGNS = [sl.expression(lambda s, b, h, i, j, z=z: s * z) for z in (0.0, -0.0)]
+VALUES = {
+    "causal": [False, True, "top-left", 0, 1, np.True_],
+    "window": [None, (3, 0), [3, 0], (3.0, 0), (3, None), (0, 3)],
+    "sink_logits": [None, [0.0, 1.0], [-0.0, 1.0], (0.0, 1.0), [0, 1], np.array([0.0, 1.0]), torch.tensor([0.0, 1.0])],
+    "q_start": [None, 0, 0.0, 1, [0, 1], np.int64(0)],
+    "k_start": [0, 1024, 0.0, False],
+    "scale": [None, 0.0, -0.0, 1.0, 1, True, np.float32(1)],
+    "layout": ["bhld", "blhd"],
+    "cu_seqlens_q": [None, [0, 3], np.array([0, 3]), np.array([0, 3], np.int32)],
+    "k_lengths": [None, [3, 2], [3, 1], torch.tensor([3, 2])],
+    "mask": [None, sl.window(3, 0), sl.window(4, 0), lambda b, h, i, j: j < i, np.ones((2, 2), bool)],
+    "score": [None, sl.softcap(2.0), sl.softcap(3.0), SIGNS[0], SIGNS[1]],
+    "precision": ["ieee", "tf32"],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_key_tells_values_apart(name):
+    keys = [Options()._replace(**{name: x}).key() for x in VALUES[name]]
+    for (x, a), (y, b) in itertools.combinations(zip(VALUES[name], keys, strict=True), 2):
+        assert a is None or a != b, (x, y)
+    again = [Options()._replace(**{name: x}).key() for x in VALUES[name]]
+    assert again == keys and sum(key is not None for key in keys) >= 2
+
+
+def test_nothing_that_may_change_is_part_of_a_key():
+    base = Options(causal=True)
+    for name, x in (
+        ("mask", lambda b, h, i, j: j < i),
+        ("mask", np.ones((4, 4), bool)),
+        ("score", torch.zeros(4, 4)),
+        ("window", ([3], 0)),
+        ("sink_logits", np.array([None, 1.0])),
+        ("k_lengths", range(3)),
+        ("scale", np.float64(1)),
+    ):
+        assert base._replace(**{name: x}).key() is None
+    floats = np.ones(2)
+    keys = [base._replace(sink_logits=x).key() for x in (floats, floats.view(np.int64), floats.view(np.uint64))]
+    assert None not in keys and len(set(keys)) == 3  # of the same bytes, but other numbers
+    lengths = [3, 2]
+    before = base._replace(k_lengths=lengths).key()
+    lengths[0] = 4
+    assert base._replace(k_lengths=lengths).key() != before
+
+
+def test_the_memo_keeps_what_was_used_last():
+    memo: Memo[int] = Memo(3, 100)
+    for n in range(3):
+        memo.put(n, n * 10, 10)
+    assert memo.get(0) == 0 and memo.get(7) is None
+    memo.put(3, 30, 10)  # 1 was used least recently
+    assert [memo.get(n) for n in range(4)] == [0, None, 20, 30]
+    memo.put(4, 40, 85)  # beside it there is room for one
+    assert memo.bytes <= 100 and memo.get(4) == 40 and memo.get(3) == 30 and len(memo) == 2
+    memo.put(5, 50, 101)
+    assert memo.get(5) is None and len(memo) == 2
+    memo.clear()
+    assert len(memo) == 0 and memo.get(4) is None
+
+
+def test_the_memo_under_threads():
+    memo: Memo[int] = Memo(20, 1000)
+    wrong = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(5000):
+            key = rng.randrange(60)
+            found = memo.get(key)
+            if found is None:
+                memo.put(key, key * 7, rng.randrange(90))
+            elif found != key * 7:
+                wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    assert not wrong and len(memo) <= 20 and memo.bytes <= 1000
+
+
+def test_a_call_counts_the_tables_that_it_keeps():
+    """The memo is bounded in bytes: a mask's tables live as long as the call."""
+    q = np.ones((1, 1, 8, 16), np.float32)
+    dense._prepared.clear()
+    sl.attention(q, q, q, mask=sl.documents(np.zeros(200_000, np.int32)))
+    assert dense._prepared.bytes > 800_000
+    sl.attention(q, q, q)
+    assert len(dense._prepared) == 2
+    dense._prepared.clear()
+
+
+def test_a_tensor_to_be_negated_is_not_taken_for_another():
+    """PyTorch's negative bit is no stride and no dtype: a call that was made before would read what lies there."""
+    q = torch.randn(1, 2, 8, 16)
+    sl.attention(q, q, q)
+    for n in range(3):
+        given = [torch._neg_view(q) if at == n else q for at in range(3)]
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{'qkv'[n]}: expected a plain tensor; got a lazily negated"):
+            sl.attention(*given)
+
+
+def test_packed_calls_are_repeated_too():
+    q = np.random.default_rng(0).standard_normal((7, 2, 16), dtype=np.float32)
+    dense._prepared.clear()
+    first = sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 3, 7], causal=True)
+    assert len(dense._prepared) == 1
+    assert sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 3, 7], causal=True).tobytes() == first.tobytes()
+    assert len(dense._prepared) == 1
+    other = sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 4, 7], causal=True)
+    assert len(dense._prepared) == 2 and other.tobytes() != first.tobytes()

@@ -1,0 +1,126 @@
+"""Public names: what `import *` takes, what help() and signatures show, and what type checkers are told of them; the
+types themselves are tested by pyright, in tests/typing.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import pydoc
+import re
+import typing
+
+import pytest
+from conftest import ROOT
+
+import speedlight as sl
+import speedlight.torch
+from speedlight.arrays.array import CODES, DTYPES
+from speedlight.problem import options as signatures
+from speedlight.problem.problem import LAYOUTS
+
+PUBLIC = [name for name in dir(sl) if not name.startswith("__")]
+OVERLOADED = [
+    sl.attention, sl.attention_paged, sl.attention_backward, sl.KVCache.attend, sl.PagePool.attend,
+    speedlight.torch.attention, speedlight.torch.flex_attention,
+]  # fmt: skip
+
+
+def test_a_sequence_of_a_pool_was_called_sequence():
+    with pytest.warns(DeprecationWarning, match=r"^speedlight\.Sequence is now speedlight\.PagedSequence\.$") as found:
+        assert sl.Sequence is sl.PagedSequence
+    assert found[0].filename == __file__
+    assert "Sequence" not in dir(sl)
+
+
+def test_everything_imported_hides_no_name_of_pythons():
+    names: dict = {}
+    exec("from speedlight import *", names)
+    assert set(sl.__all__) <= set(names)
+    assert not set(sl.__all__) & {*dir(builtins), "Sequence"}
+    assert set(sl.__all__) | {"abs"} == set(dir(sl))
+
+
+def test_help_begins_with_every_name_in_order_of_use():
+    page = pydoc.render_doc(sl, renderer=pydoc.plaintext)
+    first = page[: page.index("PACKAGE CONTENTS")]
+    listed = re.findall(r"^ {8}(\w+(?:, \w+)*)(?:  |,?$)", first, re.MULTILINE)
+    names = [name for row in listed for name in row.split(", ")]
+    assert names[:2] == ["attention", "plan"]
+    assert sorted(names) == sorted(PUBLIC)
+
+
+def test_help_of_a_cache_is_the_caches():
+    page = pydoc.render_doc(sl.KVCache, renderer=pydoc.plaintext)
+    assert "KVCache(*, layers: 'int', batch: 'int' = 1, kv_heads: 'int', head_dim: 'int'" in page
+    assert type(sl.KVCache(layers=1, kv_heads=1, head_dim=8, capacity=16)) is sl.KVCache
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *(f"torch.{name}" for name in speedlight.torch.__all__)])
+def test_a_signature_is_whole(name):
+    """inspect.signature() shows a function's own, with types that can be looked up where it was written."""
+    thing = sl
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    if isinstance(thing, type) and issubclass(thing, (Exception, dict)):
+        return
+    functions = [thing] if inspect.isroutine(thing) else []
+    if isinstance(thing, type) and thing.__module__.startswith("speedlight"):
+        shown = [x for key, x in vars(thing).items() if key == "__init__" or not key.startswith("_")]
+        functions = [x for x in shown if inspect.isfunction(x)]
+    for function in functions:
+        kinds = {x.kind for x in inspect.signature(function).parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        assert "return" in typing.get_type_hints(function)
+
+
+@pytest.mark.parametrize("function", OVERLOADED, ids=lambda x: f"{x.__module__}.{x.__qualname__}")
+@pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="Python 3.10 forgets them")
+def test_overloads_offer_what_the_signature_does(function):
+    own = inspect.signature(function).parameters
+    overloads = typing.get_overloads(function)
+    assert len(overloads) >= 2
+    for overload in overloads:
+        given = dict(inspect.signature(overload).parameters)
+        names, options = set(given) - {"options"}, {}
+        if "options" in given:
+            kind = getattr(signatures, re.fullmatch(r"Unpack\[(\w+)\]", given["options"].annotation)[1])
+            assert not kind.__required_keys__
+            options = {name: x.__forward_arg__ for name, x in kind.__annotations__.items()}
+        assert not names & set(options) and names | set(options) == set(own)
+        assert {name: own[name].annotation for name in options} == options
+        for name in names - {"return_lse", "return_aux", "grads"}:
+            assert given[name].default == own[name].default
+
+
+def test_words_are_those_that_are_taken():
+    assert set(LAYOUTS) <= set(typing.get_args(signatures.Layout))
+    assert typing.get_args(signatures.DtypeName) == (*DTYPES, *CODES)
+    sizes = {"q_heads": 1, "q_len": 1, "head_dim": 8}
+    for name in ("layout", "causal", "precision"):
+        kind = getattr(signatures, name.capitalize())
+        words = [x for y in (kind, *typing.get_args(kind)) for x in typing.get_args(y) if isinstance(x, str)]
+        assert words
+        for word in words:
+            sl.plan(**sizes, **{name: word})
+        with pytest.raises(sl.ArgumentError, match=rf"^{name}: "):
+            sl.plan(**sizes, **{name: "neither"})
+
+
+def test_types_need_no_other_library():
+    """A type checker that has no PyTorch would call what its types are in an unknown."""
+    for path in [*(ROOT / "speedlight").glob("*.py"), *(ROOT / "speedlight" / "kv").glob("*.py")]:
+        tree = ast.parse(path.read_text())
+        blocks = [tree.body, *(x.body for x in tree.body if isinstance(x, ast.If))]
+        imports = [ast.unparse(x) for body in blocks for x in body if isinstance(x, (ast.Import, ast.ImportFrom))]
+        others = [x for x in imports if re.match(r"(from|import) (torch|jax)", x)]
+        assert path.name in ("jax.py", "xla.py") or not others
+
+
+def test_types_are_tested_strictly():
+    files = sorted((ROOT / "tests" / "typing").glob("*.py"))
+    assert len(files) >= 3
+    for path in files:
+        assert re.match(r"# pyright: strict,.* reportUnnecessaryTypeIgnoreComment=true\n", path.read_text()), path.name
+    assert 'include = ["speedlight", "benchmarks", "tests/typing"]' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,141 @@
+"""A vector unit that no CPU has, added where units are added, in tables: the forward tests pass on it.
+
+AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from conftest import FULL
+from engines import tuned
+from problems import qkv
+from test_attention import (  # noqa: F401 - collected here as well, with the fixture `isa` below
+    test_every_dim,
+    test_every_length,
+    test_packed_is_padded_is_alone,
+)
+
+import speedlight as sl
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.products.product import CLASSES, product_of
+from speedlight.cpu.runtime.compile import emit
+from speedlight.host import machine, tunings
+from speedlight.host.tunings import Fetching
+
+if FULL:
+    from test_attention import (  # noqa: F401
+        test_any_finite_score,
+        test_hidden_data_never_matter,
+        test_huge_logits_stay_finite,
+        test_patterns,
+        test_random_problems,
+        test_special_values,
+    )
+    from test_forward import (  # noqa: F401
+        test_fused_qkv_and_out,
+        test_layouts_and_strides,
+        test_same_bits_however_it_is_cut,
+        test_subnormals_survive,
+        test_tied_maxima_are_not_biased,
+        test_what_lies_beside_is_never_read,
+    )
+
+BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
+ROW = tunings.RegisterTiles(
+    24, (8, 8, 6), ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 1), (1, 1)), ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),),
+    ((6, 3), (8, 2), (8, 1)),
+)  # fmt: skip
+
+
+@pytest.fixture(params=BASES, ids=[f"{base.name}r24" for base in BASES])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """One with the features of a unit that this machine has."""
+    unit = replace(request.param, name=f"{request.param.name}r24", registers=24)
+    monkeypatch.setattr(machine, "ISAS", (unit, *machine.ISAS))
+    for family, row in tunings.TUNINGS.items():
+        monkeypatch.setitem(tunings.TUNINGS, family, replace(row, tiles=(row.tiles[0], ROW, *row.tiles[1:])))
+    forget()
+    monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
+    yield unit.name
+    forget()
+
+
+def forget() -> None:
+    machine.host_isas.cache_clear()
+    machine._chosen_isa.cache_clear()
+
+
+@pytest.mark.each("dtype", "rows")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_its_bits_are_those_of_the_unit_it_is_made_from(isa, rng, dtype, rows, monkeypatch):
+    q, k, v = qkv(rng, dtype, 1, 3, 1, rows, 1300, 36, 40, 2.0)
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=36, value_dim=40, capacity=1300, dtype=dtype)
+    cache.append(0, k, v)
+    options = {"causal": True, "sink_logits": [0.5, -1.0, 3.0], "return_lse": True}
+    assert isa in sl.plan(q, k, v, causal=True).kernel
+    results = []
+    for name in (isa, isa.removesuffix("r24")):
+        monkeypatch.setenv("SPEEDLIGHT_ISA", name)
+        results.append(b"".join(x.tobytes() for x in sl.attention(q, k, v, **options)))
+    assert results[0] == results[1]
+    assert cache.attend(0, q).tobytes() == sl.attention(q, k, v).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"] if FULL else ["bfloat16", "int8"])
+def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
+    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 1, 4, 1, 1, 700, 64, 64)
+    results = set()
+    for fetching in (
+        *[tunings.TUNINGS["other"].fetching] * FULL,
+        Fetching(0, 0, 0, 0, False, 1, False, 0),
+        Fetching(1, 3, 4096, 5, True, 2, True, 7),
+    ):
+        with tuned(fetching=asdict(fetching)):
+            cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
+            cache.append(0, k, v)
+            own = b"" if dtype == "int8" else sl.attention(np.ascontiguousarray(q), k, v).tobytes()
+            rows = np.repeat(q, 150, axis=2)
+            for d in (64, 9, 24):  # the last two in an odd number of parts
+                own += sl.attention(rows[..., :d], k[..., :d], v, causal=True).tobytes()
+            results.add(own + cache.attend(0, q).tobytes())
+        text = emit(Shape("decode", machine.current_isa(), "f32", cached=True, fetching=fetching))
+        assert ("prefetch" in text) == (fetching.cache_blocks > 0)
+        texts = {
+            x: emit(Shape("forward", machine.current_isa(), "f32", 2, fetching=replace(fetching, rows=x)))
+            for x in (0, 7)
+        }
+        assert texts[7].count("prefetch") > texts[0].count("prefetch")
+    assert len(results) == 1
+
+
+def test_every_unit_has_a_row_in_every_table():
+    for unit in machine.ISAS:
+        tuning = tunings.shipped(unit)
+        tiles = tuning.register_tiles(unit)
+        for vectors, keys in enumerate(tiles.keys, 1):
+            assert keys * vectors + vectors < unit.registers  # sums, and a vector of each query
+        for product in {unit.product(storage) for storage in ("f32", "f64", "f16", "bf16")}:
+            assert product in machine.PRODUCTS
+            assert len(tuning.blocking(product).worth) == 3
+
+
+def test_every_product_has_a_class_and_none_takes_anothers_tuning():
+    assert machine.PRODUCTS.keys() == CLASSES.keys()
+    for tuning in tunings.TUNINGS.values():
+        assert {x: tuning.blocking(x) for x in machine.PRODUCTS} == {"fma": tuning.fma, "pairs": tuning.pairs}
+        with pytest.raises(KeyError):
+            tuning.blocking("tiles")
+
+
+@pytest.mark.parametrize(("storage", "least"), [("f32", 0.0), ("bf16", 0.0), ("f64", 2.0**-52)])
+def test_powers_are_as_near_as_their_product_says(storage, least):
+    """2^f on [-1/2, 1/2] by the product's polynomial; float64 rounds, too, where that of f64 is tried."""
+    product = product_of(Shape("forward", machine.isa_named("avx512bf16"), storage, 1))
+    f = np.linspace(-0.5, 0.5, 100_001)
+    found = 1.0 + sum(c * f**n for n, c in enumerate(product.exp2_terms, 1))
+    assert np.abs(found / np.exp2(f) - 1.0).max() <= product.exp2_error + least

@@ -1,0 +1,338 @@
+"""Key-value caches: the bits of one call over everything, whatever was done in between; nothing lost when a call
+fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from caches import OPTIONS, made
+from conftest import FULL
+from pools import check_accounts
+from problems import DTYPES, Pack, numpy_dtype, qkv
+
+import speedlight as sl
+from speedlight.arrays import array as arrays
+from speedlight.host import machine
+
+pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
+
+
+@pytest.mark.each("dtype", "d", "options")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_any_chunks_have_the_bits_of_one_call(isa, one_width, rng, dtype, d, dv, options):
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
+    want, lse = sl.attention(q, k, v, causal=True, return_lse=True, **options)
+    for chunks in ([1300], [1, 1, 126, 1, 3, 700, 1, 16, 200, 251], [1299, 1]):
+        cache, at = made(dtype, d, dv), 0
+        for n in chunks:
+            here = slice(at, at + n)
+            out, some = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
+            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), (
+                f"{n} tokens at {at}"
+            )
+            at += n
+        assert cache.length(0) == 1300
+
+
+@pytest.mark.units("dtype")
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dtype, monkeypatch):
+    """Every dim, length, group and thread count, with special values in keys and values. A short run has one mask or
+    score for each dtype.
+    """
+    from speedlight.calls import dense
+    from speedlight.cpu.engine import schedule
+
+    for case in range(200 if FULL else 15):
+        batch, kv_heads, group, n = (int(rng.integers(1, m)) for m in (3, 4, 6, 4))
+        length = int(rng.choice([0, 1, 2, 15, 16, 17, 127, 128, 129, 300, 1023, 1024, 1025, 2500]))
+        d, dv = int(rng.choice([1, 3, 16, 33, 64, 80, 128])), int(rng.choice([16, 17, 31, 64, 80, 128]))
+        q, k, v = qkv(rng, dtype, batch, kv_heads * group, kv_heads, n, length, d, dv, float(rng.choice([0.1, 1, 30])))
+        if case % 3 == 0 and length > 2:
+            for x in (k, v):
+                x[rng.random(x.shape) < 0.5 / length] = rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0])
+        options = {"causal": bool(case % 2), "scale": [None, -0.3, 0.0][int(rng.integers(3))], "return_lse": True}
+        options |= {"sink_logits": rng.standard_normal(kv_heads * group)} if case % 5 == 0 else {}
+        slopes = rng.random(kv_heads * group)
+        more: list[dict[str, Any]] = [
+            {"mask": sl.window(int(rng.integers(1, 1500)), 0) | sl.prefix(int(rng.integers(40)))},
+            {"score": [sl.softcap(3.0), sl.alibi(slopes)]},
+            {"mask": rng.random((batch, 1, n, length) if FULL else length) < 0.7, "score": sl.alibi(slopes)},
+        ]
+        options |= [{}, *(more if FULL else [more[DTYPES.index(dtype) % 3]] * 3)][case % 4]
+        results = []
+        for rows, threads in ((0, 1), (64, 1), (64, 2)):
+            monkeypatch.setattr(schedule, "DECODE_ROWS", rows)
+            dense._prepared.clear()
+            sl.set_threads(threads)
+            results.append(sl.attention(q, k, v, **options))
+            kernel = sl.plan(q, k, v, causal=options["causal"]).kernel
+            assert length == 0 or kernel.startswith("decode" if rows else "forward")
+        (want, lse), *others = results
+        for out, other in others:
+            nan = np.isnan(want)
+            assert (np.isnan(out) == nan).all() and (np.isnan(other) == np.isnan(lse)).all()
+            assert (
+                out[~nan].tobytes() == want[~nan].tobytes()
+                and other[~np.isnan(lse)].tobytes() == lse[~np.isnan(lse)].tobytes()
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
+def test_what_a_truncated_cache_still_holds_is_never_read(isa, rng, dtype):
+    """Also not the other half of an odd last pair, in either kernel."""
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 40, 300, 16, 16)
+    for length in (1, 5, 127, 128, 255):
+        fresh, used = made(dtype), made(dtype)
+        poisoned = [x.copy() for x in (k, v)]
+        for x in poisoned:
+            x[:, :, length:] = np.nan
+        used.append(0, *poisoned)
+        used.truncate(length)
+        fresh.append(0, k[:, :, :length], v[:, :, :length])
+        for n in (1, 40):
+            assert used.attend(0, q[:, :, :n]).tobytes() == fresh.attend(0, q[:, :, :n]).tobytes()
+
+
+@pytest.mark.units
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_score_of_minus_infinity_hides_its_value_when_decoding(isa, rng, dtype):
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 2, 300, 16, 16)
+    q[..., 0] = np.abs(q[..., 0]) + 1
+    k[:, :, 77, 0], v[:, :, 77] = -np.inf, np.nan
+    seen = np.arange(300) != 77
+    want = sl.reference.attention(q, k[:, :, seen], v[:, :, seen])
+    cache = made(dtype)
+    cache.append(0, k, v)
+    for out in (sl.attention(q, k, v), cache.attend(0, q)):
+        assert np.abs(out.astype(np.float64) - want).max() < 0.02
+
+
+def test_few_heads_share_their_spans(isa, rng):
+    """One kv head: several tasks, merged in order by the last."""
+    for dtype in DTYPES:
+        q, k, v = qkv(rng, dtype, 1, 4, 1, 1, 9000, 64, 64)
+        sl.set_threads(2)
+        assert sl.plan(q, k, v).threads == 2
+        results = []
+        for threads in (1, 2, 3, 8):
+            sl.set_threads(threads)
+            results += [sl.attention(q, k, v, causal=True).tobytes() for _ in range(5)]
+        assert len(set(results)) == 1
+
+
+def test_batches_of_unequal_lengths(isa, rng):
+    q, k, v = qkv(rng, "float32", 3, 4, 2, 600, 600, 16, 16)
+    cache = made("float32", batch=3, capacity=600)
+    lengths = np.zeros(3, int)
+    for counts in ([10, 0, 300], [1, 1, 1], [7, 40, 0], [500, 3, 16], [1, 1, 1]):
+        new = max(counts)
+        chunk = [np.zeros((3, x.shape[1], new, 16), np.float32) for x in (q, k, v)]
+        for part, x in zip(chunk, (q, k, v), strict=True):
+            for item, n in enumerate(counts):
+                part[item, :, :n] = x[item, :, lengths[item] : lengths[item] + n]
+        same = counts == [1, 1, 1]
+        out = cache.attend(0, *chunk, new_lengths=None if same else counts)
+        for item, n in enumerate(counts):
+            total = lengths[item] + n
+            at = slice(item, item + 1)
+            want = sl.attention(q[at, :, lengths[item] : total], k[at, :, :total], v[at, :, :total], causal=True)
+            assert out[at, :, :n].tobytes() == want.tobytes() and not out[at, :, n:].any()
+        lengths += counts
+    assert cache.lengths(0) == tuple(lengths)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"window": 20, "keep_first": 3, "capacity": None}], ids=["cache", "ring"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_queries_that_are_not_those_of_the_new_tokens(rng, dtype, sizes):
+    """More of them ask for earlier tokens again, fewer for the last ones: the bits that these had, or would have."""
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 60, 60, 16, 16)
+    whole, cache = (made(dtype, batch=2, **sizes) for _ in range(2))
+    want, lse = whole.attend(0, q, k, v, return_lse=True)
+    cache.append(0, k[:, :, :30], v[:, :, :30])
+    at = 30
+    for new, asked in ((2, [5, 5]), (3, [4, 1]), (9, [1, 1]), (0, [6, 0]), (4, [0, 0]), (12, [12, 12]), (0, [60, 25])):
+        rows = max(asked)
+        given = np.full((2, 4, rows, 16), np.nan, np.float32)
+        for item, n in enumerate(asked):
+            given[item, :, :n] = q[item, :, at + new - n : at + new]
+        chunk = [x[:, :, at : at + new] for x in (k, v)]
+        at += new
+        if sizes and rows > 50:
+            given = given[:, :, :50]  # what the window has not forgotten
+            asked = [50, 25]
+            given[0] = q[0, :, at - 50 : at]
+        for _ in range(2):  # as it is, and when the step is known
+            out, some = cache.attend(0, given, *chunk, q_lengths=asked, return_lse=True)
+            for item, n in enumerate(asked):
+                assert out[item, :, :n].tobytes() == want[item, :, at - n : at].tobytes()
+                assert some[item, :, :n].tobytes() == lse[item, :, at - n : at].tobytes()
+                assert not out[item, :, n:].any() and np.isneginf(some[item, :, n:]).all()
+            cache.truncate(at - new)
+            if new not in (0, given.shape[2]):  # it must be said each time
+                with pytest.raises(sl.ArgumentError, match="told by q_lengths="):
+                    cache.attend(0, given, *chunk)
+        cache.append(0, *chunk)
+    assert cache.lengths(0) == (60, 60)
+    few = made(dtype, batch=2, **sizes)
+    few.append(0, k[:, :, :9], v[:, :, :9])
+    state = few.keys(0).tobytes(), few.lengths(0)
+    for asked, message in (
+        ([11, 12], "q_lengths: expected at most 11, the tokens of sequence 1 by now; got 12"),
+        ([13, 1], "q_lengths: expected lengths from 0 to 12, the queries in q; got 13"),
+        ([1], "q_lengths: expected 2 lengths"),
+        (None, r"q: expected 2 tokens, as k has; got 12 .* told by q_lengths=\."),
+    ):
+        with pytest.raises(sl.Error, match=message):
+            few.attend(0, q[:, :, :12], k[:, :, :2], v[:, :, :2], q_lengths=asked)
+        assert (few.keys(0).tobytes(), few.lengths(0)) == state
+    some = few.attend(0, q[:, :, :12], q_lengths=[12, 4])  # of those who see everything, there may be any number
+    assert not some[1, :, 4:].any() and np.isfinite(some).all()
+
+
+def test_attending_without_appending_sees_all(rng):
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 7, 50, 16, 16)
+    cache = made("float32", batch=2)
+    cache.append(0, k, v, new_lengths=[50, 20])
+    out = cache.attend(0, q)
+    assert out.tobytes() == sl.attention(q, k, v, k_lengths=[50, 20]).tobytes() and cache.lengths(0) == (50, 20)
+
+
+def test_torch_tensors_come_back_as_such(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, other = made("float32"), made("float32")
+    out = cache.attend(0, *(torch.from_numpy(x) for x in (q, k, v)))
+    assert isinstance(out, torch.Tensor) and out.numpy().tobytes() == other.attend(0, q, k, v).tobytes()
+
+
+def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 10, 10, 16, 16)
+    cache = made("float32", batch=2, capacity=12)
+    cache.attend(0, q, k, v)
+    before = cache.keys(0).tobytes(), cache.lengths(0)
+    with pytest.raises(sl.CacheFull, match="10 tokens need room, 2 of 12 are free") as caught:
+        cache.attend(0, q, k, v)
+    assert (caught.value.needed, caught.value.free) == (10, 2) and isinstance(caught.value, MemoryError)
+    with pytest.raises(sl.CacheFull):
+        cache.append(0, k, v, new_lengths=[0, 3])
+    assert (cache.keys(0).tobytes(), cache.lengths(0)) == before
+    cache.append(0, k, v, new_lengths=[2, 2])  # the last place can be used
+    assert cache.lengths(0) == (12, 12)
+
+
+def test_one_appender_at_a_time(rng):
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 300, 300, 16, 16)
+    cache = made("float32", layers=2)
+    cache.append(1, k, v)
+    cache._claims.add(0)
+    with pytest.raises(sl.CacheBusy, match="layer 0: another thread"):
+        cache.append(0, k, v)
+    with pytest.raises(sl.CacheBusy):
+        cache.clear()
+    cache.attend(1, q)  # another layer, and reading, go on
+    cache._claims.clear()
+    assert cache.lengths(0) == (0,) and cache.lengths(1) == (300,)
+    want, wrong = cache.attend(1, q).tobytes(), []
+
+    def read() -> None:
+        wrong.extend(1 for _ in range(50) if cache.attend(1, q).tobytes() != want)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+
+
+def through_torch(x):
+    return pytest.importorskip("torch").from_numpy(x.copy())
+
+
+def through_dlpack(x):
+    return Pack(x.copy())
+
+
+@pytest.mark.parametrize("made", [through_torch, through_dlpack])
+def test_arrays_that_nobody_else_holds(rng, made):
+    """An argument may be the only reference: its memory must stay until it is stored."""
+    x = rng.standard_normal((1, 2, 2000, 64), dtype=np.float32)
+    tokens = np.ascontiguousarray(x[0].swapaxes(0, 1))
+    want = np.asarray(sl.attention(x[:, :, -1:], x, x)).tobytes()
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 64}
+    for _ in range(3):
+        cache, pool = sl.KVCache(capacity=2000, **sizes), sl.PagePool(pages=130, page_size=32, **sizes)
+        sequence = pool.sequence()
+        cache.append(0, made(x), made(x))
+        pool.append(0, [sequence], made(tokens), made(tokens))
+        cache.attend(1, made(x[:, :, -1:]), made(x), made(x), q_lengths=[1])
+        pool.attend(1, [sequence], made(tokens[-1:]), made(tokens), made(tokens), q_lengths=[1])
+        for layer in range(2):
+            assert cache.keys(layer).tobytes() == cache.values(layer).tobytes() == x.tobytes()
+            assert pool.attend(layer, [sequence], tokens[-1:]).tobytes() == want
+
+
+@pytest.mark.parametrize("made", [through_torch, through_dlpack])
+def test_a_view_keeps_its_memory(rng, made):
+    x = rng.standard_normal((3, 4))
+    given = made(x)
+    alive, view = weakref.ref(given), arrays.describe(given, "x").numpy()
+    del given
+    assert alive() is not None and view.tobytes() == x.tobytes()
+    del view
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_a_copy_may_use_another_vector_unit(rng, monkeypatch, dtype):
+    """Tokens lie alike for all of them."""
+    q, k, v = qkv(rng, "float64" if dtype == "float64" else "float32", 2, 4, 2, 20, 20, 17, 19)
+    units = [unit.name for unit in machine.host_isas()]
+    monkeypatch.setenv("SPEEDLIGHT_ISA", units[0])
+    cache = made(dtype, 17, 19, batch=2)
+    cache.append(0, *(x if dtype == "int8" else x.astype(numpy_dtype(dtype)) for x in (k, v)))
+    for name in units:
+        monkeypatch.setenv("SPEEDLIGHT_ISA", name)
+        other = cache.select([1, 0])
+        assert other.attend(0, q[::-1]).tobytes() == cache.attend(0, q)[::-1].tobytes()
+        assert other._storage.isa.name == name
+
+
+def test_copies_are_independent_and_pickles_are_refused(rng):
+    """By Python's own ways: each has memory of its own, or it is told which call does it."""
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 20, 20, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=64)
+    pool = sl.PagePool(layers=1, pages=8, page_size=16, kv_heads=2, head_dim=16)
+    sequence, rows = pool.sequence(), [x[0].swapaxes(0, 1) for x in (k, v)]
+    cache.append(0, k, v)
+    pool.append(0, [sequence], *rows)
+    for way in (copy.copy, copy.deepcopy):
+        other, fork = way(cache), way(sequence)
+        other.append(0, v, k)
+        pool.append(0, [fork], *rows)
+        assert (other.length(0), fork.length()) == (40, 40) and (cache.length(0), sequence.length()) == (20, 20)
+        assert cache.keys(0).tobytes() == sequence.keys(0).tobytes() == k.tobytes()
+        both = way([cache, cache]) if way is copy.deepcopy else [other, other]
+        assert both[0] is both[1] is not cache
+        with pytest.raises(
+            sl.UnsupportedError, match="^PagePool: expected neither pickle nor the copy module; its seq"
+        ):
+            way(pool)
+    del fork
+    for x, told in ((cache, r"KVCache: .* save\(\) it"), (pool, "PagePool: "), (sequence, r"PagedSequence: .* fork\(")):
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            with pytest.raises(sl.UnsupportedError, match=f"^{told}"):
+                pickle.dumps(x, protocol)
+    check_accounts(pool, [sequence])

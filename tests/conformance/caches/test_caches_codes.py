@@ -1,0 +1,124 @@
+"""Caches of int8 and float8: codes and scales of the reference, and results inside the bound of what they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from caches import OPTIONS, made
+from conftest import FULL
+from problems import CODES, numpy_dtype, qkv, quantise
+from tolerance import assert_within
+
+import speedlight as sl
+from speedlight.cpu.memory.formats import FORMATS
+
+pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
+
+
+@pytest.mark.units("codes")
+@pytest.mark.each("dtype", "options")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)] if FULL else [(33, 40)])
+@pytest.mark.parametrize(
+    ("codes", "options"),
+    [*(("int8", x) for x in OPTIONS), *(("float8_e4m3fn", x) for x in (OPTIONS if FULL else OPTIONS[1::2]))],
+)
+def test_codes_against_the_oracle_and_in_any_chunks(isa, one_width, rng, codes, dtype, d, dv, options):
+    """Codes and scales are numbers like any others: the result is inside float32's bound of them, and the output's
+    rounding.
+    """
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
+    stored = [x.astype(np.float64) * scales for x, scales in (quantise(each, codes) for each in (k, v))]
+    last = q if FULL else q[:, :, -60:]  # of which rows the reference is asked
+    want, want_lse = sl.reference.attention(last.astype(np.float64), *stored, causal=True, return_lse=True, **options)
+    bounds = sl.reference.error_bound(
+        last.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options
+    )
+    step = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    whole = made(codes, d, dv).attend(0, q, k, v, return_lse=True, **options)
+    assert whole[0].dtype == q.dtype
+    assert_within(whole[0][:, :, -last.shape[2] :], want, bounds.out + step * np.abs(want) + 2.0**-24)
+    assert_within(whole[1][:, :, -last.shape[2] :], want_lse, bounds.lse)
+    for chunks in ([1, 1, 126, 1, 3, 700, 1, 16, 200, 251], [1299, 1]):
+        cache, at = made(codes, d, dv), 0
+        for n in chunks:
+            here = slice(at, at + n)
+            out, lse = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
+            assert (
+                out.tobytes() == whole[0][:, :, here].tobytes() and lse.tobytes() == whole[1][:, :, here].tobytes()
+            ), f"{n} at {at}"
+            at += n
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_are_as_near_as_their_format_says(rng, codes):
+    x = rng.standard_normal((1, 1, 500, 64)).astype(np.float32)
+    stored, scales = quantise(x, codes)
+    off = np.abs(stored.astype(np.float64) * scales - x).max(axis=-1) / np.abs(x).max(axis=-1)
+    assert FORMATS[codes].error / 2 < off.max() <= FORMATS[codes].error * (1 + 2.0**-20)
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_rows_that_no_scale_fits(isa, rng, codes):
+    """Zeros, tiny and huge numbers are kept as well as can be; NaN and infinity make NaN of exactly the rows that see
+    them.
+    """
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 40, 40, 16, 16)
+    k[0, 0, 3], v[0, 1, 4], k[0, 1, 5], v[0, 0, 6] = 0, 0, 1e-42, 3e38
+    cache = made(codes)
+    assert np.isfinite(cache.attend(0, q, k, v)).all()
+    for which, value in ((0, np.nan), (0, np.inf), (1, np.nan), (1, -np.inf)):
+        bad = [k.copy(), v.copy()]
+        bad[which][0, 1, 20, 7] = value
+        for chunks in ([40], [1] * 40):
+            cache, at, outs = made(codes), 0, []
+            for n in chunks:
+                outs.append(cache.attend(0, *(x[:, :, at : at + n] for x in (q, *bad))))
+                at += n
+            out = np.concatenate(outs, axis=2)
+            nan = np.isnan(out).all(axis=-1)
+            assert nan[0, 2:, 20:].all() and not nan[0, :2].any() and not nan[0, :, :20].any()
+            assert (np.isnan(out).any(axis=-1) == nan).all()
+
+
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_quantising_is_as_near_as_a_scale_allows(rng, dtype, kind):
+    x = (rng.standard_normal((3, 4, 50, 33)) * 10.0 ** rng.integers(-3, 4, (3, 4, 50, 1))).astype(numpy_dtype(dtype))
+    codes, scales = quantise(x, kind)
+    assert codes.dtype == numpy_dtype(kind) and scales.dtype == np.float32
+    codes, last = codes.astype(np.float64), {"int8": 127, "float8_e4m3fn": 448}[kind]
+    assert (np.abs(codes).max(axis=-1) == last).all()
+    assert (scales == np.abs(x.astype(np.float32)).max(axis=-1, keepdims=True) / np.float32(last)).all()
+    error = np.abs(codes * scales.astype(np.float64) - x.astype(np.float64))
+    allowed = 0.5 * scales if kind == "int8" else np.maximum(2.0**-4 * np.abs(x.astype(np.float64)), 2.0**-10 * scales)
+    assert (error <= 1.0002 * allowed).all()
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_codes_are_those_of_the_reference(rng, kind):
+    """All codes, what is half way between two, and the numbers beside that; rows that no scale fits."""
+    every = np.arange(256, dtype=np.uint8).view(numpy_dtype(kind)).astype(np.float32)
+    last = np.float32(np.nanmax(every))
+    every = np.unique(every[np.abs(every) <= last])
+    middle = (every[1:] + every[:-1]) / 2
+    x = np.concatenate([every, middle, *(np.nextafter(middle, np.float32(way)) for way in (-np.inf, np.inf))])
+    x = np.concatenate([x, -x[::-1]])
+    rows = [x * np.float32(2.0**n) for n in (-130, -126, -9, 0, 7, 110)]  # a scale is that power of two
+    rows += [rng.standard_normal(x.size).astype(np.float32) * np.float32(10.0**n) for n in range(-44, 38, 3)]
+    rows += [np.where(np.arange(x.size) == 9, np.float32(bad), x) for bad in (np.nan, np.inf, -np.inf)]
+    rows += [np.zeros_like(x), np.full_like(x, 1e-44), np.full_like(x, 3.4e38)]
+    tokens = np.stack(rows)[None, None]
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=x.size, capacity=len(rows), dtype=kind)
+    cache.append(0, tokens, tokens)
+    want = quantise(tokens, kind)
+    for stored in cache._storage.parts(0, [len(rows)]):
+        assert [part.tobytes() for part in stored] == [part.tobytes() for part in want]
+    codes, scales = (part[0, 0].astype(np.float32) for part in want)
+    assert np.isnan(scales).sum() == 3 and (codes[3, : len(every)] == every).all()
+    assert len(set(every.tolist())) == {"int8": 255, "float8_e4m3fn": 253}[kind]
+    fits = (scales > 0)[:, 0]
+    ratios = np.clip(np.stack(rows)[fits] / scales[fits], -last, last)
+    assert (codes[fits] == (np.rint(ratios) if kind == "int8" else ratios.astype(numpy_dtype(kind)))).all()
+    with pytest.raises(sl.ArgumentTypeError, match="x: expected float32, float16 or bfloat16, which an? "):
+        sl.reference.quantise(np.zeros((2, 3)), kind)

@@ -1,0 +1,186 @@
+"""Caches with a window: the bits of the mask, in constant memory; nothing lost when a call fails."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from caches import made
+from conftest import FULL
+from problems import qkv, taken
+
+import speedlight as sl
+from speedlight.cpu.engine.steps import Step
+from speedlight.cpu.engine.storage import CacheStorage
+from speedlight.cpu.memory.records import BLOCK
+from speedlight.problem.results import Results
+from speedlight.problem.windows import SPARE
+
+pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
+
+
+@pytest.mark.units
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", ["float32", "int8", *["bfloat16", "float16", "float8_e4m3fn"] * FULL])
+def test_a_window_is_the_mask_in_constant_memory(isa, one_width, rng, dtype):
+    window, keep, n = 300, 20, 3000
+    q, k, v = qkv(rng, taken(dtype), 2, 4, 2, n, n, 24, 24)
+    whole = made(dtype, 24, 24, batch=2, capacity=n)
+    want, lse = whole.attend(0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True)
+    alibi = sl.alibi([0.1, 0.2, 0.3, 0.4])
+    for chunks, options in (
+        ([n], {}),
+        ([1] * 5 + [100, 700, 1, 1, 3] + [200] * 11, {}),
+        ([256, 257, 1, 2486], {"score": alibi}),
+    )[: None if FULL or dtype == "float32" else 2]:
+        cache, at = (
+            sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=24, dtype=dtype, window=window, keep_first=keep),
+            0,
+        )
+        store = cache._storage.keys[0]
+        room = store.memory.nbytes
+        if options:
+            whole.clear()
+            want, lse = whole.attend(
+                0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True, **options
+            )
+        for m in chunks:
+            here = slice(at, min(n, at + m))
+            out, some = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
+            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), (
+                f"{m} tokens at {at}"
+            )
+            at += m
+        assert cache.used_bytes <= 2 * (128 + 640) * cache.token_bytes and room == 2 * 2 * (128 + 640) * store.row
+        assert cache.keys(0).shape[2] == keep + window - 1 and cache.copy().keys(0).tobytes() == cache.keys(0).tobytes()
+    with pytest.raises(sl.ArgumentError, match="length: expected one whose window is still there"):
+        cache.truncate(2000)
+    cache.truncate(2990)
+    new = [x[:, :, :1] for x in (q, k, v)]
+    whole.truncate(2990)
+    got, expected = (
+        c.attend(0, *new, **o) for c, o in ((cache, {}), (whole, {"mask": sl.window(window - 1, 0) | sl.prefix(keep)}))
+    )
+    assert got.tobytes() == expected.tobytes()
+    cache.truncate(15)
+    assert cache.lengths(0) == (15, 15)
+
+
+def test_a_failing_long_chunk_leaves_a_windowed_cache_as_it_was(rng):
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100)
+    cache.attend(0, q, k, v)
+    stores = cache._storage.keys[0], cache._storage.values[0]
+    before = [x.memory.tobytes() for x in stores]
+    ids = sl.table(np.zeros(1500, np.int64), "ids")  # too short for the last piece
+    with pytest.raises(sl.Error, match="ids"):
+        cache.attend(0, q, k, v, mask=lambda b, h, i, j: ids[i] == 0)
+    assert [x.memory.tobytes() for x in stores] == before and cache.lengths(0) == (900,)
+    with pytest.raises(sl.ArgumentError, match="q: expected fewer queries"):
+        cache.attend(0, q)
+    assert np.isfinite(cache.attend(0, q[:, :, :50])).all()
+
+
+class Broken(Exception):
+    pass
+
+
+def fail(*_, **__):
+    raise Broken
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("keep", [0, 20])
+def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, monkeypatch):
+    """New tokens of a ring are written over old ones, to which truncate() could still go back."""
+    q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1700, 1700, 16, 16)
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
+    whole = sl.KVCache(**sizes, capacity=1700)
+    mask = sl.window(99, 0) | sl.prefix(keep)
+    want = whole.attend(0, q, k, v, mask=mask)
+    for n in (1, SPARE, SPARE + 1, 200, 300, 900):
+        cache = sl.KVCache(**sizes, window=100, keep_first=keep)
+        cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
+        held = cache.keys(0).tobytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(*((Step, "run") if n <= 256 else (Results, "returned")), fail)
+            with pytest.raises(Broken):
+                cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
+        assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)
+        ring = cache._ring
+        first = [
+            m - ring.size + SPARE + 99 for m in (750, 730)
+        ]  # what the next token sees begins with the oldest that is counted on
+        for item in (0, 1):
+            with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
+                cache.truncate([m - (i == item) for i, m in enumerate(first)])
+        cache.truncate(first)
+        one = [np.stack([x[i, :, m : m + 1] for i, m in enumerate(first)]) for x in (q, k, v)]
+        out = cache.attend(0, *one)
+        for i, m in enumerate(first):
+            assert out[i].tobytes() == want[i, :, m : m + 1].tobytes(), f"{n} tokens, sequence {i}"
+
+
+@pytest.mark.parametrize("keep", [0, 5])
+def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100, keep_first=keep)
+    cache.append(0, k, v)
+    want = sl.attention(q, k, v, mask=sl.window(99, None) | sl.prefix(keep))
+    most = cache._ring.size - SPARE - 99
+    for n in (1, 50, most - 1, most):
+        assert cache.attend(0, q[:, :, 900 - n :]).tobytes() == want[:, :, 900 - n :].tobytes()
+    for n in (
+        most + 1,
+        most + SPARE + 1,
+        700,
+        890,
+        899,
+        900,
+    ):  # of few first tokens, too, that stay: they see later ones
+        with pytest.raises(sl.ArgumentError, match="q: expected fewer queries"):
+            cache.attend(0, q[:, :, 900 - n :])
+
+
+def test_a_window_stays_small_however_long_the_sequence(rng):
+    """One head, whose spans several tasks would share: what they leave for each other does not grow with what was
+    forgotten.
+    """
+    from speedlight.cpu.engine import forward_call as prepare
+
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=100)
+    q, k, v = qkv(rng, "float32", 1, 4, 1, 300, 300, 16, 16)
+    cache.attend(0, q, k, v)
+    cache._held[0] = [1 << 33], [1 << 33]
+    taken = []
+    real = prepare.take_scratch
+    prepare.take_scratch = lambda size: taken.append(size) or real(size)
+    try:
+        out = cache.attend(0, *(x[:, :, :1] for x in (q, k, v)))
+    finally:
+        prepare.take_scratch = real
+    assert np.isfinite(out).all() and max(taken) < 80 << 20
+
+
+def test_no_two_threads_write_to_one_block_of_a_ring(rng, monkeypatch):
+    """What comes round to where it began: tokens of one pair would be stored by two threads, and one of them lost."""
+    cache = made("bfloat16", 8, 8, window=100, keep_first=3)
+    runs = []
+    monkeypatch.setattr(
+        CacheStorage,
+        "_put_of",
+        lambda self, k, v, counts: SimpleNamespace(
+            size=0, run=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
+        ),
+    )
+    first = 133
+    for n in (first, 1000):
+        _, k, v = qkv(rng, "bfloat16", 1, 4, 2, 1, n, 8, 8)
+        cache.append(0, k, v)
+    ring, at = cache._ring, first
+    for slot, count in runs[1:]:
+        blocks = {n // BLOCK: ring.slot(n) // BLOCK for n in range(slot, slot + count)}
+        assert slot == at and len(set(blocks.values())) == len(blocks)
+        at += count
+    assert at == first + 1000

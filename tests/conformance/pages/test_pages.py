@@ -1,0 +1,394 @@
+"""Pools of pages: the bits of a cache, whatever the pages; accounts that always add up."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import FULL
+from pools import KINDS, alone, check_accounts, forget_steps, made, packed
+
+import speedlight as sl
+from speedlight.cpu.engine import append_call as putting
+from speedlight.cpu.engine import forward_call as prepare
+from speedlight.cpu.engine import storage
+
+OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
+
+
+@pytest.mark.units
+@pytest.mark.each("dtype", "page_size", "options")
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("page_size", [16, 48])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_pool_has_the_bits_of_a_cache(isa, one_width, rng, dtype, page_size, options):
+    """Chunks of any lengths of several sequences in one call, over pages in any order."""
+    d, dv = [(16, 17), (33, 40)][page_size == 48]
+    pool = made(dtype, d, dv, pages=150, page_size=page_size)
+    rng.shuffle(pool._free)
+    sequences, chunks = [pool.sequence() for _ in range(3)], [[], [], []]
+    for counts in ([300, 7, 1], [1, 1, 1], [5, 1, 200], [1, 0, 1], [700, 2, 130], [1, 1, 1]):
+        q, k, v = packed(rng, dtype, sum(counts), d, dv)
+        out, lse = pool.attend(0, sequences, q, k, v, new_lengths=counts, return_lse=True, **options)
+        at = 0
+        for sequence, before, n in zip(sequences, chunks, counts, strict=True):
+            here = slice(at, at + n)
+            before.append((q[here], k[here], v[here]))
+            want, want_lse = alone(dtype, d, dv, before, **options)
+            assert out[here].tobytes() == want.tobytes() and lse[:, here].tobytes() == want_lse.tobytes(), (
+                f"{n} of {sequence}"
+            )
+            at += n
+    q, _, _ = packed(rng, dtype, 3, d, dv)
+    assert np.isfinite(pool.attend(0, sequences, q, **options).astype(np.float32)).all()  # without appending
+
+
+def test_queries_that_are_not_those_of_the_new_tokens(rng):
+    """More of them ask for earlier tokens again, fewer for the last ones: the bits that these had, or would have."""
+    pool, other = made(), made()
+    chunks = [packed(rng, "float32", 60) for _ in range(3)]
+    mine, theirs = ([p.sequence() for _ in chunks] for p in (pool, other))
+    want = [other.attend(0, [s], *c, return_lse=True) for s, c in zip(theirs, chunks, strict=True)]
+    pool.append(0, mine, *(np.concatenate([c[n][:30] for c in chunks]) for n in (1, 2)), new_lengths=[30] * 3)
+    at = [30, 30, 30]
+    for new, asked in (
+        ([2, 0, 1], [5, 7, 1]),
+        ([3, 9, 0], [1, 1, 0]),
+        ([0, 0, 0], [3, 1, 2]),
+        ([1, 1, 1], [2, 2, 2]),
+    ) * 2:
+        at = [a + n for a, n in zip(at, new, strict=True)]
+        k, v = (np.concatenate([c[x][a - n : a] for c, a, n in zip(chunks, at, new, strict=True)]) for x in (1, 2))
+        q = np.concatenate([c[0][a - n : a] for c, a, n in zip(chunks, at, asked, strict=True)])
+        out, lse = pool.attend(0, mine, q, k, v, new_lengths=new, q_lengths=asked, return_lse=True)
+        ends = np.cumsum(asked)
+        for (full, logs), a, n, end in zip(want, at, asked, ends, strict=True):
+            assert out[end - n : end].tobytes() == full[a - n : a].tobytes()
+            assert lse[:, end - n : end].tobytes() == logs[:, a - n : a].tobytes()
+    q, k, v = chunks[0]
+    a = pool.sequence()
+    for asked, message in (
+        ([3], "q_lengths: expected at most 2, the tokens of sequence 0 by now; got 3"),
+        ([2], "q_lengths: expected 1 ints, one per sequence, that add up to the 3 queries"),
+        (None, r"k: expected 3 tokens, as q and new_lengths have; got 2\. Other queries .* told by q_lengths=\."),
+    ):
+        with pytest.raises(sl.Error, match=message):
+            pool.attend(0, [a], q[:3], k[:2], v[:2], q_lengths=asked)
+    assert a.length() == 0 and a.pages == ()
+    same = pool.attend(0, mine, q[:6], q_lengths=[1, 2, 3])
+    assert same.tobytes() == pool.attend(0, mine, q[:6], new_lengths=[1, 2, 3]).tobytes()
+
+
+def test_a_mask_knows_a_sequence_by_its_place(rng):
+    pool = made()
+    sequences = [pool.sequence() for _ in range(3)]
+    q, k, v = packed(rng, "float32", 60)
+    ids = sl.table(np.array([5, 9, 40]), "ends")
+    out = pool.attend(0, sequences, q, k, v, new_lengths=[1, 50, 9], mask=lambda b, h, i, j: j < ids[b])
+    want = alone("float32", 16, 17, [(q[1:51], k[1:51], v[1:51])], mask=lambda b, h, i, j: j < 9)[0]
+    assert out[1:51].tobytes() == want.tobytes()
+
+
+def test_forks_share_until_one_writes(rng):
+    pool = made(layers=2, pages=6)
+    a = pool.sequence()
+    q, k, v = packed(rng, "float32", 40)
+    for layer in (0, 1):
+        pool.append(layer, [a], k, v)
+    b = a.fork()
+    assert a.pages == b.pages and pool.free_pages == 3 and pool.used_bytes == 3 * pool.page_bytes
+    pool.attend(0, [b], q[:1], k[:1], v[:1])
+    assert a.pages[:2] == b.pages[:2] and a.pages[2] != b.pages[2] and pool.free_pages == 2
+    assert a.keys(1).tobytes() == b.keys(1).tobytes() == k.swapaxes(0, 1).tobytes()  # the copy has all layers
+    assert a.length(0) == 40 and b.length(0) == 41 and b.length(1) == 40
+    a.free()
+    assert pool.free_pages == 3 and "freed" in repr(a)
+    with pytest.raises(sl.ArgumentError, match="this sequence was freed"):
+        pool.attend(0, [a], q[:1])
+    c = pool.sequence()  # has the place of the freed one; the old handle still means nothing
+    with pytest.raises(sl.ArgumentError, match="this sequence was freed"):
+        a.length()
+    assert c.length() == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_failing_batch_takes_nothing_from_those_who_share(rng, order, monkeypatch):
+    """The longer one gets a copy; the shorter may not write to what it left, which is the longer's again when the call
+    fails.
+    """
+    pool = made()
+    _, k, v = packed(rng, "float32", 14)
+    longer = pool.sequence()
+    pool.append(0, [longer], k[:14], v[:14])
+    shorter = longer.fork()
+    shorter.truncate(3)
+    both = [longer, shorter]
+    new = packed(rng, "float32", 4)
+    free, held = pool.free_pages, [(s.keys(0).tobytes(), s.values(0).tobytes()) for s in both]
+
+    def fail(*_, **__):
+        raise sl.CompileError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._storage, "attend", fail)
+        with pytest.raises(sl.CompileError):
+            pool.attend(0, [both[n] for n in order], *new, new_lengths=[2, 2])
+    assert [(s.keys(0).tobytes(), s.values(0).tobytes()) for s in both] == held and pool.free_pages == free
+    check_accounts(pool, both)
+    pool.append(0, [both[n] for n in order], *new[1:], new_lengths=[2, 2])
+    check_accounts(pool, both)
+    assert longer.keys(0)[:, :14].tobytes() == k[:14].swapaxes(0, 1).tobytes() and shorter.length() == 5
+
+
+def test_the_last_page_can_be_used_and_one_more_is_refused(rng):
+    pool = made(pages=4)
+    a, b = pool.sequence(), pool.sequence()
+    q, k, v = packed(rng, "float32", 49)
+    pool.append(0, [a, b], k[:48], v[:48], new_lengths=[31, 17])
+    with pytest.raises(sl.CacheFull, match="layer 0: 1 pages are needed, 0 of 4 are free") as caught:
+        pool.attend(0, [a, b], q[:17], k[:17], v[:17], new_lengths=[2, 15])
+    assert (caught.value.needed, caught.value.free) == (1, 0)
+    assert (a.length(), b.length()) == (31, 17) and a.keys(0).tobytes() == k[:31].swapaxes(0, 1).tobytes()
+    pool.attend(0, [a, b], q[:16], k[:16], v[:16], new_lengths=[1, 15])
+    assert (a.length(), b.length(), pool.free_pages) == (32, 32, 0)
+    twins = made(pages=2)
+    first = twins.sequence()
+    twins.append(0, [first], k[:8], v[:8])
+    second = first.fork()
+    twins.attend(0, [first, second], q[:2], k[:2], v[:2])  # one takes the free page, the other keeps the shared one
+    assert twins.free_pages == 0
+    first.free()
+    third = second.fork()
+    del second  # of which nobody has counted anything yet: who is alone needs no page to write to
+    twins.append(0, [third], k[:8], v[:8])
+    assert twins.free_pages == 0 and third.length() == 17
+
+
+def test_one_writer_of_a_sequence_at_a_time(rng):
+    pool = made()
+    a, b = pool.sequence(), pool.sequence()
+    q, k, v = packed(rng, "float32", 5)
+    pool._claims.add(a._number)
+    with pytest.raises(sl.CacheBusy, match="another thread is writing"):
+        pool.append(0, [b, a], k, v, new_lengths=[2, 3])
+    pool.append(0, [b], k, v)
+    pool._claims.clear()
+    assert (a.length(), b.length()) == (0, 5)
+    wrong = []
+
+    def work(n: int) -> None:
+        """Sequences of their own, in one pool."""
+        for _ in range(20):
+            mine = pool.sequence()
+            pool.attend(0, [mine], *(x.repeat(n, 0) for x in (q, k, v)))
+            wrong.extend([1] if mine.keys(0).tobytes() != k.repeat(n, 0).swapaxes(0, 1).tobytes() else [])
+            mine.free()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 3, 9)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong and pool.free_pages == 59
+
+
+def test_accounts_are_exact_whatever_threads_do(rng):
+    """Forks of one sequence in several threads, switched as often as can be: pages are shared, copied, let go, and run
+    out.
+    """
+    pool = made(pages=40)
+    base = pool.sequence()
+    _, k, v = packed(rng, "float32", 40)
+    pool.append(0, [base], k, v)
+    left, wrong = [], []
+
+    def work(seed: int) -> None:
+        mine, held = np.random.default_rng(seed), []
+        for _ in range(20_000 if FULL else 1500):
+            what = mine.integers(5)
+            try:
+                if what == 0 or not held:
+                    held.append(base.fork())
+                elif what == 1:
+                    held.pop().free()
+                elif what == 2:
+                    held[-1].truncate(int(mine.integers(held[-1].length() + 1)))
+                else:
+                    n = int(mine.integers(1, 30))
+                    pool.append(0, held[-1:], k[:n], v[:n], new_lengths=[n])
+            except sl.CacheFull as error:
+                wrong.extend([] if error.needed > error.free else [error])
+            except sl.CacheBusy:  # base, which another thread forks
+                pass
+            except Exception as error:
+                wrong.append(error)
+        left.extend(held)
+
+    threads, interval = [threading.Thread(target=work, args=(n,)) for n in range(4)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    check_accounts(pool, [base, *left])
+    assert base.keys(0).tobytes() == k.swapaxes(0, 1).tobytes()
+    [x.free() for x in (base, *left)]
+    assert pool.free_pages == 40
+
+
+def test_pages_return_when_nobody_has_a_sequence(rng):
+    pool = made(pages=6)
+    _, k, v = packed(rng, "float32", 40)
+    a, empty = pool.sequence(), pool.sequence()
+    pool.append(0, [a], k, v)
+    b = a.fork()
+    assert pool.free_pages == 3
+    del a
+    assert b.keys(0).tobytes() == k.swapaxes(0, 1).tobytes()  # b has them still
+    kept = b.pages
+    pool.append(0, [b], k[:1], v[:1])  # alone, it writes where it is
+    assert pool.free_pages == 3 and b.pages == kept
+    loop = [b]
+    loop.append(loop)  # which only the garbage collector finds
+    del b, loop
+    gc.collect()
+    assert pool.free_pages == 6 and pool._held.keys() == {empty._number} == pool._handles.keys()
+    check_accounts(pool, [empty])
+    for _ in range(5):
+        pool.append(0, [pool.sequence()], k, v)  # each of which finds what the one before it had
+    assert len(pool._held) <= 3 and pool.free_pages == 6
+
+
+def test_a_block_frees_its_sequence(rng):
+    pool = made(pages=6)
+    _, k, v = packed(rng, "float32", 40)
+    with contextlib.suppress(ZeroDivisionError), pool.sequence() as a, a.fork() as b:
+        pool.append(0, [a, b], k, v, new_lengths=[20, 20])
+        assert pool.free_pages == 2
+        b.free()  # before its block ends
+        raise ZeroDivisionError
+    assert pool.free_pages == 6 and "freed" in repr(a) and "freed" in repr(b)
+    with pytest.raises(sl.ArgumentError, match="this sequence was freed"), a:
+        pass
+
+
+def test_a_sequence_may_go_anywhere_at_any_moment(rng):
+    """In the thread that takes pages, while it has the lock; and in others. Never twice, never while it is in use."""
+    pool = made(pages=400)
+    _, k, v = packed(rng, "float32", 40)
+    held = [pool.sequence() for _ in range(100)]
+    for sequence in held:
+        pool.append(0, [sequence], k[:17], v[:17])
+    del sequence
+    with pool._taking:
+        for _ in range(50):
+            held.pop()
+    kept, go = held[:10], threading.Barrier(3)
+    del held[:10]
+    halves = [held[:20], held[20:]]
+    held.clear()
+
+    def drop(mine):
+        go.wait()
+        while mine:
+            del mine[-1]
+            assert pool.free_pages <= 380
+
+    threads = [threading.Thread(target=drop, args=(x,)) for x in halves]
+    for thread in threads:
+        thread.start()
+    go.wait()
+    for n in range(200):
+        pool.append(0, [kept[n % 10]], k[:1], v[:1])
+        pool.sequence().fork()
+    for thread in threads:
+        thread.join()
+    check_accounts(pool, kept)
+    assert {s.length() for s in kept} == {37} and pool.free_pages == 400 - 10 * 3
+
+
+def test_nothing_is_lost_when_everything_ends():
+    """Pools and sequences of an interpreter that exits, and of threads in it."""
+    script = (
+        "import threading, numpy as np, speedlight as sl\n"
+        "pool = sl.PagePool(layers=1, pages=9, page_size=16, kv_heads=1, head_dim=8)\n"
+        "x = np.ones((20, 1, 8), np.float32)\n"
+        "a = pool.sequence(); pool.append(0, [a], x, x)\n"
+        "threading.Thread(target=lambda b=a.fork(): b.length()).start()\n"
+        "loop = [a]; loop.append(loop)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+class _Failing:
+    """NumPy, whose n-th allocation fails."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __getattr__(self, name):
+        found = getattr(np, name)
+        if name not in ("empty", "zeros", "array", "arange", "concatenate", "where", "rint", "clip", "full", "ones"):
+            return found
+
+        def function(*args, **options):
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("no memory (in a test)")
+            return found(*args, **options)
+
+        return function
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["cache", "ring", "pool"])
+def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
+    """The n-th, for every n: a MemoryError each time, nothing changed, and the next call is right."""
+    d = 16
+    q, k, v = packed(rng, dtype, 340, d, d)
+    if kind == "pool":
+        pool = made(dtype, d, d)
+        first = pool.sequence()
+        pool.append(0, [first], k[:24], v[:24])
+        owner = first.fork()
+
+        def call(n):
+            return pool.attend(0, [owner], q[:n], k[:n], v[:n])
+
+        def state():
+            return owner.keys(0).tobytes(), owner.values(0).tobytes(), owner.pages, pool.free_pages, tuple(pool._others)
+    else:
+        cache = sl.KVCache(
+            layers=1, kv_heads=2, head_dim=d, dtype=dtype, **({"window": 40} if kind == "ring" else {"capacity": 900})
+        )
+        cache.append(0, *(x[None, :24].swapaxes(1, 2) for x in (k, v)))
+
+        def call(n):
+            return cache.attend(0, *(x[None, :n].swapaxes(1, 2) for x in (q, k, v)))
+
+        def state():
+            return cache.keys(0).tobytes(), cache.values(0).tobytes(), cache.lengths(0)
+
+    for n in (1, 340):
+        before, failures = state(), 0
+        for at in range(1, 400):
+            with monkeypatch.context() as patch:
+                failing = _Failing(at)
+                for module in (putting, storage, prepare):
+                    patch.setattr(module, "np", failing)
+                forget_steps(pool if kind == "pool" else cache)
+                try:
+                    out = call(n)
+                except MemoryError:
+                    failures += 1
+                else:
+                    break
+            assert state() == before, f"allocation {at}"
+        assert failures > 2 and failing.left > 0 and state() != before
+        assert np.isfinite(out.astype(np.float32)).all()

@@ -1,0 +1,172 @@
+"""attention_paged() over anybody's pages: the bits of contiguous keys; what is wrong is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import FULL
+from problems import DTYPES, numpy_dtype
+
+import speedlight as sl
+
+
+@pytest.mark.units
+@pytest.mark.each("dtype", "page_size")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 33, 256])
+def test_raw_pages_have_the_bits_of_contiguous_keys(isa, one_width, rng, dtype, page_size):
+    lengths, count = [300, 0, 1025], 1400 // page_size + 6
+    kind = numpy_dtype(dtype)
+    order = rng.permutation(count)
+    need = [-(-n // page_size) for n in lengths]
+    table = np.full((3, max(need) + 1), -7, np.int32)
+    for item, n in enumerate(need):
+        table[item, :n], order = order[:n], order[n:]
+    for d, dv, heads_first in ((16, 16, False), (33, 40, True)):
+        shapes = [(count, page_size, 2, x) for x in (d, dv)]
+        k, v = (
+            (
+                rng.standard_normal((s[0], s[2], s[1], s[3])).astype(kind).swapaxes(1, 2)
+                if heads_first
+                else rng.standard_normal(s).astype(kind)
+            )
+            for s in shapes
+        )
+        for n, options in ((1, {}), (3, {"causal": True}), (40, {"causal": True}), (2, {"mask": sl.window(70, 0)})):
+            q = rng.standard_normal((3, 4, n, d)).astype(kind)
+            out, lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
+            for item, length in enumerate(lengths):
+                flat = [
+                    x[table[item, : need[item]]].reshape(-1, 2, x.shape[3])[:length].swapaxes(0, 1)[None]
+                    for x in (k, v)
+                ]
+                want, want_lse = sl.attention(q[item : item + 1], *flat, return_lse=True, **options)
+                assert out[item].tobytes() == want.tobytes() and lse[item].tobytes() == want_lse.tobytes(), (
+                    f"{length} keys, {n} queries"
+                )
+    q = rng.standard_normal((5, 4, d)).astype(kind)
+    out = sl.attention_paged(q, k, v, table, lengths, layout="lhd", cu_seqlens_q=[0, 2, 2, 5], causal=True)
+    padded = np.stack([np.concatenate([q[:2], q[:1]]), q[:3], q[2:]]).swapaxes(1, 2)
+    want = sl.attention_paged(padded[2:], k, v, table[2:], lengths[2:], causal=True)
+    assert out[2:].tobytes() == want[0].swapaxes(0, 1).tobytes()
+
+
+PLACED = [
+    {"causal": True, "window": (30, None)},
+    {"window": (3, 7), "q_start": [250, 2, 100], "q_lengths": [5, 0, 3]},
+    {"causal": True, "q_start": 100, "q_lengths": [5, 4, 1]},
+    {"causal": "top-left", "window": (2, 0), "q_lengths": [5, 2, 0]},
+    {"q_lengths": [0, 5, 2], "causal": True, "mask": sl.dilated(3), "window": (40, 0), "score": sl.softcap(2.0)},
+]
+
+
+@pytest.mark.parametrize("options", PLACED if FULL else PLACED[1::2])
+def test_windows_starts_and_lengths_over_raw_pages(rng, options):
+    """As attention() means them, with the same bits; packed, too."""
+    lengths = [300, 7, 129]
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 5, 16), (40, 16, 2, 16), (40, 16, 2, 17)))
+    table = rng.integers(0, 40, (3, 20))  # pages may be anybody's, and come twice
+    out, lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
+    rows, starts = options.get("q_lengths", [5] * 3), options.get("q_start")
+    flat = [
+        [x[t].reshape(-1, *x.shape[2:])[:n].swapaxes(0, 1)[None] for x in (k, v)]
+        for t, n in zip(table, lengths, strict=True)
+    ]
+    for item, (n, keys) in enumerate(zip(rows, flat, strict=True)):
+        mine = {name: x for name, x in options.items() if name not in ("q_start", "q_lengths")}
+        if starts is not None:
+            mine["q_start"] = starts if isinstance(starts, int) else starts[item]
+        want, want_lse = sl.attention(q[item : item + 1, :, :n], *keys, return_lse=True, **mine)
+        assert out[item, :, :n].tobytes() == want.tobytes() and lse[item, :, :n].tobytes() == want_lse.tobytes()
+        assert not out[item, :, n:].any() and np.isneginf(lse[item, :, n:]).all()
+    packed = np.concatenate([x[:, :n].swapaxes(0, 1) for x, n in zip(q, rows, strict=True)])
+    mine = {name: x for name, x in options.items() if name != "q_lengths"}
+    cu = np.cumsum([0, *rows])
+    got = sl.attention_paged(packed, k, v, table, lengths, layout="lhd", cu_seqlens_q=cu, **mine)
+    want = np.concatenate([x[:, :n].swapaxes(0, 1) for x, n in zip(out, rows, strict=True)])
+    assert got.tobytes() == want.tobytes()
+
+
+def test_raw_pages_of_torch(rng):
+    torch = pytest.importorskip("torch")
+    q, pages = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16), torch.randn(9, 16, 2, 16, dtype=torch.bfloat16)
+    table, lengths = torch.tensor([[0, 5], [2, 1]], dtype=torch.int32), torch.tensor([20, 32])
+    out = sl.attention_paged(q, pages, pages, table, lengths)
+    keys = pages[table.long()].reshape(2, 32, 2, 16).transpose(1, 2)
+    assert torch.equal(out[1:], sl.attention(q[1:], keys[1:], keys[1:]))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_negated_tensors_are_refused_of_one_row_and_of_several(batch):
+    torch = pytest.importorskip("torch")
+    pages, q = torch.ones(9, 16, 2, 16), torch.ones(batch, 4, 1, 16)
+    table, lengths = torch.tensor([[0, 5], [2, 1]])[:batch], torch.tensor([20, 32])[:batch]
+    negated = torch._neg_view(-table), torch._neg_view(-lengths)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^block_table: .* Use block_table\.resolve_neg\(\)\.$"):
+        sl.attention_paged(q, pages, pages, negated[0], lengths)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^k_lengths: .* Use k_lengths\.resolve_neg\(\)\.$"):
+        sl.attention_paged(q, pages, pages, table, negated[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": [[0, 5], [1, 2]]}, r"block_table: expected pages from 0 to 4; got 5 at \[0, 1\]"),
+        ({"block_table": [[0, -1], [1, 2]]}, r"block_table: expected pages from 0 to 4; got -1 at \[0, 1\]"),
+        ({"block_table": [[0, 2**63], [1, 2]]}, "block_table: expected"),
+        ({"block_table": np.array([[0, 2**63], [1, 2]], np.uint64)}, r"got 9223372036854775808 at \[0, 1\]"),
+        ({"block_table": [[0.0, 1.0], [1, 2]]}, "block_table: expected ints"),
+        ({"block_table": [0, 1]}, r"block_table: .*; got list of int64, shape \(2,\)\. Of one .* \[block_table\]"),
+        ({"block_table": np.ones(2, int)}, r"block_table: .* write \[block_table\]"),
+        ({"block_table": np.ones((2, 2))}, r"block_table: .* Try numpy.asarray\(block_table, int\)"),
+        ({"block_table": None}, r"block_table: expected ints of shape \(batch, most pages\); got NoneType\.$"),
+        ({"block_table": [[0, 1], [2]]}, "block_table: expected an array of ints, .* got rows of 1 to 2. Fill short"),
+        ({"block_table": [[0, 1]]}, "k_lengths: expected 1 lengths"),
+        ({"k_lengths": [5, 9]}, "k_lengths: expected lengths from 0 to 8"),
+        ({"k_lengths": [5, -1]}, "k_lengths: expected lengths from 0"),
+        ({"k_lengths": None}, "k_lengths: expected 2 lengths, one per row of block_table; got None"),
+        ({"k_pages": np.ones((5, 4, 8), np.float32)}, "k_pages: expected shape"),
+        ({"k_pages": np.ones((2, 5, 4, 2, 8), np.float32)}, r"k_pages: .* write kv_cache\[0\] and kv_cache\[1\]"),
+        ({"k_pages": np.ones((5, 2, 4, 2, 8), np.float32)}, r"k_pages: .* kv_cache\[:, 0\] and kv_cache\[:, 1\]"),
+        ({"k_pages": np.ones((0, 4, 2, 8)), "v_pages": np.ones((0, 4, 2, 8)), "q": np.ones((2, 4, 1, 8))}, "no page"),
+        ({"kv_layout": "HND"}, r"kv_layout: .* k_pages.swapaxes\(1, 2\)"),
+        ({"v_pages": np.ones((4, 4, 2, 8), np.float32)}, r"v_pages: expected shape \(5, 4, 2, value_dim\), as k_pages"),
+        ({"v_pages": np.ones((5, 4, 2, 8), np.float64)}, "v_pages: expected dtype float32"),
+        ({"q": np.ones((2, 4, 1, 9), np.float32)}, "q: expected head_dim 8"),
+        ({"q": np.ones((1, 4, 1, 8), np.float32)}, "q: expected batch 2"),
+        ({"q": np.ones((2, 3, 1, 8), np.float32)}, "q: expected a multiple of 2 heads, the kv heads of k_pages; got 3"),
+        ({"layout": "lhb"}, "layout: expected"),
+        ({"causal": "left"}, "causal: expected False, True"),
+        ({"causal": "top-left", "q_start": 3}, "q_start: expected None with causal='top-left'"),
+        ({"window": 3}, "window: expected a pair"),
+        ({"q_start": [1]}, r"q_start: expected one int, or 2 \(one per batch item\); got 1"),
+        ({"q_start": 1.5}, "q_start: expected an int"),
+        ({"q_lengths": [1]}, "q_lengths: expected 2 lengths"),
+        ({"q_lengths": [1, 2]}, "q_lengths: expected lengths from 0 to 1"),
+        (
+            {"q": np.ones((2, 4, 8), np.float32), "layout": "lhd", "q_lengths": [1, 1]},
+            "q_lengths: expected None for layout='lhd'; packed sequences have cu_seqlens_q",
+        ),
+        ({"cu_seqlens_q": [0, 1, 2]}, "cu_seqlens_q: expected None"),
+        (
+            {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd"},
+            "q: expected 2 rows, a query for each sequence; got 3 .* told by cu_seqlens_q=",
+        ),
+        (
+            {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd", "cu_seqlens_q": [0, 3]},
+            "cu_seqlens_q: expected 3 entries",
+        ),
+    ],
+)
+def test_wrong_raw_pages(change, message):
+    pages = np.ones((5, 4, 2, 8), np.float32)
+    arguments = {
+        "q": np.ones((2, 4, 1, 8), np.float32),
+        "k_pages": pages,
+        "v_pages": pages,
+        "block_table": [[0, 1], [2, 3]],
+        "k_lengths": [5, 8],
+    }
+    sl.attention_paged(**arguments)
+    with pytest.raises(sl.Error, match=message):
+        sl.attention_paged(**(arguments | change))

@@ -1,0 +1,179 @@
+"""Recipes of docs/cookbook.md run, and compute what they say: the same dense mask or bias through the reference."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from tolerance import assert_within, flat, plain
+
+from speedlight import reference
+
+pytestmark = pytest.mark.usefixtures("one_kernel")
+
+PAGE = (ROOT / "docs" / "cookbook.md").read_text()
+SETUP, *_ = RECIPES = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+ROW, KEY = np.arange(96)[:, None], np.arange(96)
+CAUSAL = ROW >= KEY
+ITEM = np.arange(2)[:, None, None, None]
+SLOPES = np.float32([2**-2.0, 2**-4.0, 2**-6.0, 2**-8.0])[:, None, None]
+
+
+def t5_bucket(before):
+    """As the paper's code has it, one number at a time."""
+    side, distance = (16 if before < 0 else 0), abs(before)
+    if distance < 8:
+        return side + distance
+    return side + min(15, 8 + int(math.log(distance / 8) / math.log(128 / 8) * 8))
+
+
+def t5_bias(names):
+    buckets = [[t5_bucket(int(i - j)) for j in range(96)] for i in range(96)]
+    return names["weight"][np.array(buckets)].transpose(2, 0, 1)
+
+
+def neighbourhood(height, width, size):
+    """NATTEN's, pixel by pixel."""
+    shown = np.zeros((height, width, height, width), bool)
+    for y, x in itertools.product(range(height), range(width)):
+        top = min(max(y - size // 2, 0), height - size)
+        left = min(max(x - size // 2, 0), width - size)
+        shown[y, x, top : top + size, left : left + size] = True
+    return shown.reshape(height * width, height * width)
+
+
+def tree(prompt, *ancestors):
+    """Of each guess: the prompt, then these guesses."""
+    shown = np.zeros((len(ancestors), prompt + len(ancestors)), bool)
+    for guess, seen in enumerate(ancestors):
+        shown[guess, :prompt] = True
+        shown[guess, [prompt + x for x in seen]] = True
+    return shown
+
+
+def part(names, rows=slice(None), keys=slice(None), items=slice(None)):
+    """Some queries, keys and items of the page's arrays."""
+    q, k, v = (names[x][items] for x in "qkv")
+    return q[:, :, rows], k[:, :, keys], v[:, :, keys]
+
+
+def beams(names):
+    """A token of each beam after the prompts that were chosen."""
+    _, k, v = part(names, keys=slice(80), items=[1, 1, 0])
+    return names["q_new"], *(np.concatenate([x, names[f"{n}_new"]], 2) for x, n in ((k, "k"), (v, "v")))
+
+
+GUESSES = tree(80, [0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5])
+IDS = np.repeat([0, 1, 2], [40, 8, 48])
+DOCUMENTS = CAUSAL & (IDS[:, None] == IDS)
+WINDOW = CAUSAL & (ROW - KEY < 24)
+REST = functools.partial(part, rows=slice(80, None))
+FIRST = functools.partial(part, items=slice(1))
+TEXTS = functools.partial(part, rows=slice(40))
+SIX = functools.partial(part, rows=slice(80, 86), keys=slice(86))
+ALIBI = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None] * np.float32(KEY - ROW)
+
+# of each recipe, what its variables hold: which arrays, and options of the reference, or how they follow from the names
+EXPECTED = {
+    "SDPA swap": {"out": (part, {"mask": CAUSAL})},
+    "Sliding window": {"out": (part, {"mask": WINDOW}), "same": "out"},
+    "Packing": {"out": (FIRST, {"mask": DOCUMENTS}), "also": (part, {"mask": DOCUMENTS})},
+    "Padding on the right": {"out": (part, {"mask": CAUSAL & (np.maximum(ROW, KEY) < np.where(ITEM, 60, 96))})},
+    "Padding on the left": {"out": (part, {"mask": CAUSAL & (np.where(ITEM, 36, 0) <= KEY)})},
+    "ALiBi": {"out": (part, {"mask": CAUSAL, "score": SLOPES * np.float32(KEY - ROW)})},
+    "Relative bias": {"out": (part, lambda names: {"score": names["learned"][:, ROW - KEY + 95]})},
+    "T5": {"out": (part, lambda names: {"score": t5_bias(names), "scale": 1.0}), "same": "out"},
+    "Soft cap": {
+        "out": (part, {"mask": CAUSAL, "score": lambda s, b, h, i, j: 5 * np.tanh(s / 5)}),
+        "also": (part, {"mask": CAUSAL, "score": [lambda s, b, h, i, j: 5 * np.tanh(s / 5), ALIBI]}),
+    },
+    "Prefix-LM": {
+        "out": (part, {"mask": CAUSAL | (KEY < 32)}),
+        "also": (part, {"mask": CAUSAL | (np.where(ITEM, 50, 32) > KEY)}),
+    },
+    "Cross-attention": {"out": (TEXTS, {"mask": np.where(ITEM, 70, 96) > KEY}), "same": "out"},
+    "Attention sinks": {
+        "out": (part, {"mask": CAUSAL, "sink_logits": np.float32([0.5, 1.0, 0.0, -1.0])}),
+        "also": (part, {"mask": CAUSAL & ((ROW - KEY < 24) | (KEY < 4))}),
+        "same": "also",
+    },
+    "Longformer": {"out": (part, {"mask": (abs(ROW - KEY) <= 8) | np.isin(ROW, (0, 50)) | np.isin(KEY, (0, 50))})},
+    "BigBird": {"out": (part, lambda names: {"mask": np.kron(names["shown"].array, np.ones((8, 8))) > 0})},
+    "NATTEN": {"out": (part, {"mask": neighbourhood(8, 12, 5)})},
+    "Save and load": {"out": (REST, {"mask": CAUSAL[80:]})},
+    "Beam search": {"out": (beams, {})},
+    "Tree decoding": {"out": (SIX, {"mask": GUESSES})},
+    "Sharding by merge": {"out": (part, {})},
+    "Gradients without PyTorch": {"out": (part, {"mask": CAUSAL, "score": ALIBI})},
+}  # fmt: skip
+
+
+def run(title):
+    """The names that a recipe leaves."""
+    names: dict = {}
+    recipe = next(x for x in RECIPES if x.startswith(f"{title}\n"))
+    exec(CODE.search(SETUP)[1], names)
+    for code in CODE.findall(recipe):
+        exec(code, names)
+    return names
+
+
+def expected(names, arrays, options, packed):
+    """What the reference says, and its bound, as the recipe lays its result out."""
+    q, k, v = arrays(names)
+    options = options(names) if callable(options) else options
+    results = reference.attention(q, k, v, **options), reference.error_bound(q, k, v, **options).out
+    return [x[0].swapaxes(0, 1) for x in results] if packed else list(results)
+
+
+def test_every_recipe_is_expected():
+    titles = [x.split("\n")[0] for x in RECIPES[1:]]
+    assert sorted(titles) == sorted([*EXPECTED, "Continuous batching"]) and len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize("title", EXPECTED)
+def test_recipes(title):
+    names = run(title)
+    for name, what in EXPECTED[title].items():
+        if isinstance(what, str):
+            assert plain(names[name]).tobytes() == plain(names[what]).tobytes()
+        else:
+            want, bound = expected(names, *what, packed=title == "Packing" and name == "out")
+            assert_within(names[name], want, bound, f"{title}: {name}")
+
+
+def test_continuous_batching():
+    """The last step: token 21 of item 1, and the first 30 of item 0."""
+    names = run("Continuous batching")
+    rows = slice(21, 22), slice(30)
+    for at, item, queries in ((slice(1), 1, rows[0]), (slice(1, None), 0, rows[1])):
+        some = functools.partial(part, items=[item], rows=queries, keys=slice(queries.stop))
+        mask = CAUSAL[queries, : queries.stop]
+        assert_within(names["out"][at], *expected(names, some, {"mask": mask}, packed=True))
+    assert names["pool"].free_pages == 32 - 2 - 2 and names["b"].length() == 22
+
+
+def test_what_a_tree_keeps_is_the_path_that_was_right():
+    assert run("Tree decoding")["cache"].lengths(0) == (82, 82)
+
+
+def test_t5_bias_trains():
+    names = run("T5")
+    used = np.unique(names["buckets"].numpy())
+    assert (plain(names["emb"].weight.grad)[used] != 0).all() and len(used) > 25
+
+
+def test_gradients():
+    names = run("Gradients without PyTorch")
+    given, asked = [names[x] for x in ("q", "k", "v", "out", "lse", "d_out")], {"grads": (names["learned"],)}
+    want, bound = (f(*given, **names["options"], **asked) for f in (reference.backward, reference.backward_bound))
+    got = *(names[x] for x in ("dq", "dk", "dv")), (names["d_learned"],)
+    for x, y, z in zip(*map(flat, (got, want, bound)), strict=True):
+        assert_within(x, y, z, "gradients")

@@ -1,0 +1,100 @@
+"""Imports between the rooms of the package run one way; docs/architecture.md lists the rooms in order."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import speedlight as sl
+
+PACKAGE = Path(sl.__file__).parent
+TREE = (PACKAGE.parent / "docs" / "architecture.md").read_text().partition("```text")[2].partition("```")[0]
+ROOMS = [
+    name.removesuffix("/").removesuffix(".py").replace("/", ".") for name in re.findall(r"^(\S+)", TREE, re.MULTILINE)
+]
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path
+    for path in PACKAGE.rglob("*.py")
+}
+TOP = ("", "__main__", "cpu")  # the list of public names, the command, and a folder of rooms
+
+
+def room_of(module: str) -> str | None:
+    """Returns the room that a module stands in; None for the package itself and for other libraries."""
+    found = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
+    return found[0] if found else None
+
+
+def imports_between_rooms() -> dict[tuple[str, str], list[str]]:
+    """Returns, of each pair of rooms, the modules of the first that import the second."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for own, path in MODULES.items():
+        here = room_of(own)
+        targets = imported(path.read_text(), own, path.name == "__init__.py") & set(MODULES) if here else set()
+        for there in {room_of(x) for x in targets} - {None, here}:
+            found.setdefault((here or "", there or ""), []).append(own)
+    return found
+
+
+def test_every_module_stands_in_a_room_that_says_what_it_holds():
+    assert [x for x in MODULES if room_of(x) is None and x not in TOP] == []
+    for room in ROOMS:
+        assert len(importlib.import_module(f"speedlight.{room}").__doc__ or "") > 20, room
+
+
+def test_imports_run_one_way():
+    """Each room imports only rooms above it, lazily, in functions and for types, too; the engines never each other."""
+    pairs = imports_between_rooms()
+    up = {pair: by for pair, by in pairs.items() if ROOMS.index(pair[1]) > ROOMS.index(pair[0])}
+    across = {pair for pair in pairs if {x.split(".")[0] for x in pair} == {"cpu", "gpu"}}
+    assert not up and not across
+
+
+def test_rooms_and_imports_are_few():
+    assert len(ROOMS) <= 27
+    assert len(imports_between_rooms()) <= 148
+
+
+def imported(source: str, own: str, is_package: bool) -> set[str]:
+    """Modules of the package that a module imports, in whatever way it says so, relative to the package."""
+    found = set()
+    here = own.split(".") if own else []
+    here = here if is_package else here[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {
+                x.name.removeprefix("speedlight").removeprefix(".")
+                for x in node.names
+                if x.name.startswith("speedlight")
+            }
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = here[: len(here) - node.level + 1]
+            elif node.module and node.module.split(".")[0] == "speedlight":
+                base = []
+            else:
+                continue
+            name = (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:]
+            target = [*base, *(x for x in name if x)]
+            found |= {".".join(target)} | {".".join([*target, x.name]) for x in node.names}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "own", "expected"),
+    [
+        ("from . import tree", "expressions.bounds", "expressions.tree"),
+        ("from .. import front", "cpu.forward", "front"),
+        ("from ..kv import cache", "cpu.forward", "kv.cache"),
+        ("from ..kv.cache import KVCache", "cpu.forward", "kv.cache"),
+        ("import speedlight.kv.cache as x", "cpu.forward", "kv.cache"),
+        ("from speedlight.kv import cache", "cpu.forward", "kv.cache"),
+        ("def f():\n    from .front import attention", "engines", "front"),
+    ],
+)
+def test_every_way_to_import_is_seen(source, own, expected):
+    assert expected in imported(source, own, False)

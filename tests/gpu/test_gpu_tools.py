@@ -1,0 +1,102 @@
+"""Measuring and planning for a GPU: rows are checked before they are timed, plans count what the kernel does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import FULL
+from on_gpu import attention, small_blocks, tiles_computed
+from problems import PATTERNS
+
+import speedlight as sl
+from speedlight.gpu.tiles import Tile
+from speedlight.tools import gpu_tiles
+
+sys.path.append(str(Path(sl.__file__).parent.parent / "benchmarks"))
+import gpu
+import run
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small problems, for the interpreter")
+
+
+@INTERPRETED
+def test_rows(monkeypatch):
+    rows = [
+        gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        gpu.masked("window 1024", 160, 1, (), heads=2, d=32),
+        gpu.masked("alibi", 160, 1, (), heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+    ]  # fmt: skip
+    for row in rows:
+        assert (
+            "refused" not in row and row["seconds"]["speedlight"][2] > 0 and row["name"] in gpu.line(row, {"copy": 1e9})
+        )
+    assert rows[0]["flops"] == 2 * 128 * (128 * 129 // 2) and rows[3]["bytes"] == 2 * 2 * 2 * 300 * 32 * 2
+    real = sl.attention
+    monkeypatch.setattr(sl, "attention", lambda *a, **o: real(*a, **o) * 1.1)
+    for call in (
+        lambda: gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+    ):
+        row = call()
+        assert (
+            "outside the bound" in row["refused"] and "seconds" not in row and "REFUSED" in run.line_of(row, gpu.line)
+        )
+
+
+@INTERPRETED
+@pytest.mark.skipif(not FULL, reason="minutes in the interpreter")
+def test_tiles_are_measured_as_they_are_given(monkeypatch):
+    tiles = [Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)]
+    found = gpu_tiles.tune("float32", 16, "masked", 1, length=20, tiles=tiles)
+    assert {tile for _, tile in found} == set(tiles) and all(seconds > 0 for seconds, _ in found)
+    assert all(tile.rows == 16 for tile in gpu_tiles.candidates("decode", True))
+    monkeypatch.setattr(gpu_tiles, "wrong", lambda *_, **__: "wrong")
+    assert gpu_tiles.tune("float32", 16, "masked", 1, length=20, tiles=tiles[:1]) == []
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", [*(PATTERNS if FULL else [*PATTERNS][1::2]), "plain"])
+def test_a_plan_counts_the_tiles_that_are_computed(rng, monkeypatch, name):
+    q, k, v = (rng.standard_normal((1, 4, 100, 16)).astype(np.float32) for _ in range(3))
+    options = PATTERNS.get(name, {"causal": True})
+    with small_blocks():
+        mixed, full = tiles_computed(monkeypatch, lambda: attention(q, k, v, **options))
+        found = sl.plan(*(torch.from_numpy(x) for x in (q, k, v)), device="cuda", **options)
+    assert (found.tiles_mixed, found.tiles_full) == (mixed, full) and found.engine == "cuda" and found.tile_keys == 16
+    assert found.tiles_full + found.tiles_mixed + found.tiles_skipped == 4 * 7 * 7
+    assert found.flops == sl.plan(q, k, v, **options).flops and "16 x 16" in str(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_commands_without_a_gpu(monkeypatch, capsys):
+    from speedlight.tools import cli
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    for words in (
+        ["plan", "--q-len", "64", "--device", "cuda"],
+        ["tune", "--device", "cuda"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["speedlight", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        text = " ".join(capsys.readouterr().err.split())
+        assert end.value.code == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, words
+    assert run.main(["gpu"]) == 2 and "gpu: expected a CUDA device; PyTorch sees none" in capsys.readouterr().err
+
+
+@INTERPRETED
+@pytest.mark.skipif(not FULL, reason="a process of its own")
+def test_triton_is_interpreted_whoever_imports_it_first(tmp_path):
+    """Its functions are interpreted, or not, from its first import on, which another test module may bring."""
+    (tmp_path / "test_first.py").write_text("import triton.language\n")
+    words = ["-q", "-p", "no:cacheprovider", "-k", "test_a_tile_may_be_given", tmp_path / "test_first.py"]
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", *map(str, words), str(Path(__file__).with_name("test_gpu.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout

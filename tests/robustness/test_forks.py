@@ -1,0 +1,187 @@
+"""Forks (R14): a child computes, whatever its parent's threads were at."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import FULL
+from threads import BIG, run
+
+import speedlight as sl
+
+
+def _child(x: np.ndarray, queue) -> None:
+    queue.put(sl.attention(x, x, x).tobytes())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_a_scratch_of_its_own():
+    """Scratch that was used before the fork is used again on both sides, at the same time."""
+    script = (
+        "import os, numpy as np, speedlight as sl\n"
+        "rng = np.random.default_rng(0)\n"
+        "a, b, k, v = (rng.standard_normal((1, 2, 512, 64), dtype=np.float32) for _ in range(4))\n"
+        "sl.set_threads(1)\n"
+        "want = [sl.attention(x, k, v).tobytes() for x in (a, b)]\n"
+        "pid = os.fork()\n"
+        "q, right = (a, want[0]) if pid else (b, want[1])\n"
+        "wrong = sum(sl.attention(q, k, v).tobytes() != right for _ in range(300))\n"
+        "if not pid: os._exit(wrong > 0)\n"
+        "_, status = os.waitpid(pid, 0)\n"
+        "print(wrong, status)\n"
+    )
+    assert subprocess.check_output([sys.executable, "-W", "ignore", "-c", script], text=True, timeout=120).split() == [
+        "0",
+        "0",
+    ]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing(rng, method):
+    x = rng.standard_normal((1, 4, 300, 64)).astype(np.float32)
+    sl.set_threads(2)
+    want = sl.attention(x, x, x).tobytes()
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    children = [context.Process(target=_child, args=(x, queue)) for _ in range(8 if FULL else 3)]
+    for c in children:
+        c.start()
+    assert all(queue.get(timeout=120) == want for _ in children)
+    for c in children:
+        c.join(30)
+        assert c.exitcode == 0
+
+
+def _errors() -> list[sl.Error]:
+    """One of every class, with a number for each parameter beside the message."""
+    kinds, found = [sl.Error], []
+    for kind in kinds:
+        kinds += [x for x in kind.__subclasses__() if x.__module__.startswith("speedlight")]
+        more = list(inspect.signature(kind).parameters)[1:] if "__init__" in vars(kind) else []
+        found.append(kind("what was expected", *range(3, 3 + len(more))))
+    return found
+
+
+def _overflow(room: int) -> None:
+    x = np.zeros((1, 1, room + 1, 4), np.float32)
+    sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=room).append(0, x, x)
+
+
+@pytest.mark.parametrize("error", _errors(), ids=lambda error: type(error).__name__)
+def test_every_error_comes_back_from_a_pickle_and_a_copy(error):
+    error.note = "a caller's own"
+    ways = [lambda x, n=n: pickle.loads(pickle.dumps(x, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)]
+    for again in [way(error) for way in (*ways, copy.copy, copy.deepcopy)]:
+        assert again is not error and type(again) is type(error) and str(again) == str(error)
+        assert again.args == error.args and vars(again) == vars(error)
+
+
+def test_a_pools_worker_may_raise_any_error():
+    """One that cannot be unpickled would keep the parent waiting for ever."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with pytest.raises(sl.CacheFull, match="16") as caught:
+            pool.apply_async(_overflow, (16,)).get(60)
+        assert (caught.value.needed, caught.value.free) == (17, 16)
+
+
+@pytest.mark.parametrize("with_torch", [False, True] if FULL else [True])
+def test_forks_while_computing(with_torch):
+    """Children and grandchildren of a process whose other thread is inside a region."""
+    code = (
+        ("import torch\n" if with_torch else "")
+        + BIG
+        + (
+            "import os, threading\nfrom speedlight.cpu.runtime import workers\n"
+            "sl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
+            "def busy():\n    while not stop: sl.attention(q, q, q)\n"
+            "t = threading.Thread(target=busy); t.start()\nok = 0\n"
+            f"for i in range({50 if FULL else 5}):\n"
+            "    pid = os.fork()\n"
+            "    if pid == 0:\n"
+            "        good = workers._region == [None] and sl.attention(q, q, q).tobytes() == want\n"
+            "        inner = os.fork()\n"
+            "        if inner == 0: os._exit(0 if sl.attention(q, q, q).tobytes() == want else 1)\n"
+            "        os._exit(0 if good and os.waitpid(inner, 0)[1] == 0 else 1)\n"
+            "    ok += os.waitpid(pid, 0)[1] == 0\n"
+            "stop = True; t.join(); print(ok)"
+        )
+    )
+    code = "import warnings; warnings.simplefilter('ignore')\n" + code
+    assert int(run(code)) == (50 if FULL else 5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forks_while_roofs_are_measured():
+    """A child must not find LLVM's lock taken by a thread that it does not have."""
+    code = (
+        "import os, signal, threading, warnings; import speedlight as sl\n"
+        "from speedlight.cpu.runtime import compile, roof\n"
+        "warnings.simplefilter('ignore'); roof.bandwidth = lambda *_: 1e9\n"
+        "plan = sl.plan(q_heads=1, q_len=8, head_dim=8); str(plan); stop = []\n"
+        "def measure():\n"
+        "    with compile.lock: roof._known.clear(); roof._kernels.cache_clear()\n"
+        "    plan.measured()\n"
+        "def other():\n    while not stop: measure()\n"
+        "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
+        f"for n in range({100 if FULL else 8}):\n"
+        "    pid = os.fork()\n"
+        "    if not pid: signal.alarm(20); measure(); os._exit(0)\n"
+        "    hung += os.waitpid(pid, 0)[1] != 0\n"
+        "stop.append(1); thread.join(); print(hung)"
+    )
+    assert run(code, SPEEDLIGHT_CACHE="0").strip() == "0"
+
+
+def test_forks_while_masks_are_traced():
+    """Nothing that a mask's properties are computed under may be left locked in a child."""
+    code = (
+        "import os, signal, threading, time, warnings; import numpy as np, speedlight as sl\n"
+        "warnings.simplefilter('ignore')\n"
+        "x = np.ones((1, 1, 8, 4), np.float32)\n"
+        "def call(): sl.attention(x, x, x, mask=lambda b, h, i, j: i >= j)\n"
+        "call(); stop = []\n"
+        "def other():\n    while not stop: call()\n"
+        "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
+        f"for n in range({400 if FULL else 8}):\n"
+        "    time.sleep(0.001 * (n % 3)); pid = os.fork()\n"
+        "    if not pid: signal.alarm(20); call(); os._exit(0)\n"
+        "    hung += os.waitpid(pid, 0)[1] != 0\n"
+        "stop.append(1); thread.join(); print(hung)"
+    )
+    assert run(code).strip() == "0"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_waits_for_what_is_being_imported():
+    """In a child a module that another thread was importing would stay half made, and whoever wants it would wait."""
+    code = (
+        "import os, signal, sys, threading, time\nfrom importlib import import_module as module\n"
+        "import numpy as np, speedlight as sl\n"
+        "steps = {\n"
+        "    'speedlight.front': lambda: sl.attention,\n"
+        "    'speedlight.cpu.engine.forward_call': lambda: sl.attention(*[np.ones((1, 4, 600, 64), np.float32)] * 3),\n"
+        "    'speedlight.cpu.engine.storage': lambda: sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=8),\n"
+        "    'speedlight.cpu.runtime.threads': lambda: module('speedlight.cpu.runtime.workers')._new_threads(),\n"
+        "    'ml_dtypes': lambda: module('speedlight.arrays.array').numpy_dtype('bfloat16'),\n"
+        "}\n"
+        "wanted, found = None, threading.Event()\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == wanted: found.set(); time.sleep(0.1)\n"
+        "sys.meta_path.insert(0, Slow()); sl.set_threads(1)\n"
+        "for wanted, step in steps.items():\n"
+        "    thread = threading.Thread(target=step); thread.start()\n"
+        "    assert found.wait(60), wanted\n"
+        "    pid = os.fork()\n"
+        "    if not pid: signal.alarm(20); step(); os._exit(0)\n"
+        "    thread.join(); found.clear(); print(os.waitpid(pid, 0)[1])\n"
+    )
+    assert run(code).split() == ["0"] * 5

@@ -1,0 +1,167 @@
+"""Benchmarks: turns alternate, wrong results are refused, rows keep what they say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import speedlight as sl
+from speedlight.tools import measuring, peers
+from speedlight.tools.measuring import Problem, alternate, row_of, wrong
+
+ROOT = Path(sl.__file__).parent.parent
+SMALL = Problem("float32", 1, 16, 16, False)
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """Their folder is where a script of theirs would have it."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield
+    for name in set(sys.modules) - before:
+        if str(ROOT / "benchmarks") in (getattr(sys.modules[name], "__file__", "") or ""):
+            del sys.modules[name]
+
+
+def test_turns_alternate():
+    taken: list[str] = []
+    samples = {name: lambda name=name: float(len(taken.append(name) or taken)) for name in "abc"}
+    assert alternate(samples, 2) == {"a": [1.0, 4.0], "b": [2.0, 5.0], "c": [3.0, 6.0]} and taken == [*"abcabc"]
+    assert alternate(samples, 1, first=4) == {"a": [9.0], "b": [7.0], "c": [8.0]}
+    assert measuring.ratios({"speedlight": [1.0, 4.0], "other": [3.0, 2.0]})["other"] == [0.5, 1.125, 1.75, 2.375, 3.0]
+
+
+@pytest.mark.parametrize("broken", [1.0, -1e-3, np.nan, np.inf])
+def test_one_wrong_element_is_seen(broken):
+    """Whoever computed it: a peer may be farther away, not anywhere."""
+    arrays = measuring.tensors("float32", 2, 40, 16)
+    out = sl.attention(*arrays, causal=True)
+    for got in (out, torch.from_numpy(out), [out]):
+        assert wrong(got, *arrays, heads=2, causal=True) is None
+    out[0, 1, 7, 3] += broken
+    assert wrong(out, *arrays, heads=2, causal=True) == "1 of 1280 elements outside the bound"
+    assert wrong(out, *arrays, heads=2, slack=measuring.PEER_SLACK, causal=True) is not None
+    assert wrong(out, *arrays, causal=True) is None  # of the first head alone
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_wrong_gradients_are_refused(monkeypatch, at):
+    def broken(*arrays, **options):
+        results = backward(*arrays, **options)
+        results[at][0, 0, -1 if at == 0 else 0, 0] += 1e-2
+        return results
+
+    backward = sl.attention_backward
+    monkeypatch.setattr(sl, "attention_backward", broken)
+    row = row_of(Problem("float32", 1, 300, 16, True, backward=True), 1, ())
+    assert row["refused"].startswith("1 of ") and "gflops" not in row
+
+
+def test_wrong_results_are_refused(monkeypatch):
+    right = sl.attention
+    monkeypatch.setattr(sl, "attention", lambda *arrays, **options: right(*arrays, **options) * 1.1)
+    row = row_of(SMALL, 1, ["torch"])
+    assert "outside the bound" in row["refused"] and "gflops" not in row
+
+
+def test_a_peer_with_another_result_is_no_peer(monkeypatch):
+    def missing(asked):
+        raise ImportError("no", name="nothing")
+
+    monkeypatch.setitem(peers.PEERS, "torch", lambda asked: lambda: asked.q * 2)
+    monkeypatch.setitem(peers.PEERS, "flex", lambda asked: lambda: asked.q * np.nan)
+    monkeypatch.setitem(peers.PEERS, "jax", missing)
+    row = row_of(SMALL, 1, ["torch", "flex", "jax"])
+    assert not row["ratios"] and row["notes"]["jax"] == "not installed (nothing)"
+    assert "another result than ours" in row["notes"]["torch"] and "another" in row["notes"]["flex"]
+
+
+def test_whole_models(tmp_path, monkeypatch, capsys):
+    """Small ones; the whole, attention alone, and one whose results differ."""
+    import models
+    import pictures
+    import run
+
+    def problems(kind):
+        yield models._gpt(torch.float32, layers=1, dim=16, heads=2, length=20)
+        yield models._documents(False, heads=1, length=64, head_dim=8)
+        zeroed = models._float_mask(8, 1, heads=1, length=16)
+        zeros = models.Contender(lambda: ([torch.zeros_like(x) for x in zeroed.contenders["torch"].run()[0]], None))
+        yield zeroed._replace(contenders=zeroed.contenders | {"torch": zeros})
+
+    monkeypatch.setattr(models, "problems", problems)
+    assert run.main(["models", "--turns", "1", "-o", str(tmp_path / "r.json")]) == 1
+    told = capsys.readouterr().out
+    assert "attention of it" in told and "  torch dense" in told and "REFUSED" in told
+    report = json.loads((tmp_path / "r.json").read_text())
+    gpt, flex, refused = report["rows"]
+    assert gpt["attention"]["torch"][0] > 0 and "attention" not in flex and len(flex["ratios"]["torch dense"]) == 5
+    assert refused["refused"] == "torch has another result than ours, by 1" and "ratios" not in refused
+    pictures.model_bars(report, tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_language_models_have_the_same_results():
+    pytest.importorskip("transformers")
+    import language_models
+    import models
+
+    language_models.speedlight.transformers.register()
+    problem = language_models._prefill("small", language_models._llama(torch.float32), 40, "sdpa")
+    row = models.measured(problem, 1)
+    assert len(row["ratios"]["sdpa"]) == 5 and len(row["attention_ratios"]["sdpa"]) == 5
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
+def test_a_commit_beside_itself_has_the_same_bits(tmp_path, capsys):
+    import run
+
+    words = ["--dtype", "float32", "--head-dim", "16", "--q-len", "64", "--causal", "--turns", "1"]
+    assert run.main(["base", "HEAD", *words, "-o", str(tmp_path / "r.json")]) == 0
+    assert "The same bits in 1 of 1 problems." in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert row["same_bits"] and len(row["ratios"]["base"]) == 5 and row["name"] == "float32 H8 N64 d16 causal"
+    with pytest.raises(SystemExit, match="got 'no-such-commit' .*fatal"):
+        run.main(["base", "no-such-commit"])
+
+
+def test_parts_that_were_not_run_keep_their_rows(tmp_path, monkeypatch, capsys):
+    import decoding
+    import run
+    import suite
+    import table
+    from pictures import roofline
+
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(suite, "PREFILL", [SMALL, SMALL._replace(causal=True, length=32)])
+    monkeypatch.setattr(decoding, "DECODE", [(x, 1, 4, 2, 40, 16) for x in ("float32", "bfloat16", "int8")])
+    assert run.main(["--only", "prefill,decode", "--quick"]) == 0
+    assert run.main(["--only", "prefill,errors", "--quick"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    report = json.loads(path.read_text())
+    assert [x["part"] for x in report["rows"]] == ["decode"] * 3 + ["prefill"] * 2 + ["errors"]
+    told, page = capsys.readouterr().out, table.table(path)
+    assert "REFUSED" not in told and all(
+        f"| {x['name'].removesuffix(' one token')} |" in page for x in report["rows"][:5]
+    )
+    roofline(report | {"threads": 2, "rows": report["rows"][3:5]}, tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["models", "--only", "cats"], "--only: expected one of gpt,"), (["ranks", "1"], "ranks: expected 2 to 64; got 1."),
+    (["ranks", "3", "--only", "ulysses"], "--only: expected another kind for 3 ranks"),
+    (["ranks", "--only", "gpt"], "--only: expected one of ring, ulysses, exact, window"),
+    (["models", "--turns", "0"], "--turns: expected at least 1; got 0."),
+])  # fmt: skip
+def test_words_that_are_not_known(words, says):
+    import run
+
+    with pytest.raises(SystemExit, match=says):
+        run.main(words)

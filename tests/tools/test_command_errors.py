@@ -1,0 +1,103 @@
+"""Errors of the command: one line on stderr that begins with what was typed, and nothing on stdout."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from test_cli import EXAMPLE, here  # noqa: F401
+
+ERRORS = [
+    ("attend missing.safetensors", "missing.safetensors: No such file"),
+    ("attend EXAMPLE --q x", "--q: expected one of k, q, v; got 'x'"),
+    ("attend EXAMPLE --layout xyz", "--layout: expected 'bhld'"),
+    ("attend EXAMPLE -o /nowhere/o.npz", "--output: expected a directory"),
+    ("attend EXAMPLE -o o.txt", "o.txt: expected an output name"),
+    ("attend EXAMPLE --causal --top-left", "--top-left: expected either"),
+    ("attend CODE", "expected a .safetensors, .npz or .npy file"),
+    ("attend EXAMPLE --mask 'softcap(3)'", "mask: expected a mask; got the score"),
+    ("attend EXAMPLE --mask i", "mask: expected a bool result"),
+    ("attend EXAMPLE --score 'softcap(0)'", "--score: 'softcap(0)': c: expected a positive number"),
+    ("attend EXAMPLE --mask 'window(-1)'", "--mask: 'window(-1)': left: expected an int from 0"),
+    ("attend EXAMPLE --mask 'prefix(0.5) & (i > 1)'", "--mask: 'prefix(0.5) & (i > 1)': n: expected an int"),
+    ("attend", "files: expected a file; got none."),
+    ("view --mask \"__import__('os')\" -o m.png", "--mask: expected one of the names b, h, i, j, causal"),
+    ("view --mask i.node -o m.png", "--mask: expected numbers, operators, patterns and functions; got Attribute"),
+    ("view --mask '[j for j in i]' -o m.png", "got ListComp"),
+    ("view --mask '9 ** 9 < i' -o m.png", "--mask: expected no power"),
+    ("view --mask \"window('a')\" -o m.png", "--mask: expected numbers; got 'a'"),
+    ("view --mask 'window()' -o m.png", "--mask: 'window()': window() missing"),
+    ("view --mask 'causal()' -o m.txt", "--output: expected a name that ends in .png"),
+    ("view --mask 'causal()' -o /nowhere/m.png", "--output: expected a directory"),
+    ("view --mask 'causal()' -o m.png --head 3", "--head: expected 0 to 0; got 3"),
+    ("view --mask 'causal()' -o m.png --q-len -3", "--q-len: expected a size"),
+    ("view EXAMPLE --head 12 -o x.png", "--head: expected 0 to 11; got 12"),
+    ("view EXAMPLE --item 1 -o x.png", "--item: expected 0 to 0"),
+    ("view EXAMPLE --span 40:3 -o x.png", "--span: expected positions"),
+    ("view EXAMPLE --span 200:214 -o x.png", "--span: expected positions from 0 to 213"),
+    ("view EXAMPLE --span all -o x.png", "--span: expected first:end"),
+    ("view EXAMPLE --labels EXAMPLE -o x.png", "--labels:"),
+    ("view EXAMPLE --q-len 5", "--q-len: expected no file beside it; got one."),
+    ("view --causal --q a", "--q: expected a file with q and k beside it; got none."),
+    ("view -o m.png", "--mask: expected a mask to draw (or --causal, --window)"),
+    ("plan --q-len 5 --dtype int3", "--dtype: expected"),
+    ("plan --q-len 5 --mask 'bh > 1'", "--mask: expected one of the names b, h, i, j, causal"),
+    ("plan --q-len 5 --mask '1 << -1'", "--mask: '1 << -1': negative shift count"),
+    ("plan --q-len 5 --mask 'i < 1 << 100000'", "--mask: 'i < 1 << 100000': "),
+    ("plan --q-len 5 --latency 1", "--latency: expected --ranks beside it; got 1.0 alone."),
+    ("plan --q-len 5 --ranks 0", "--ranks: expected 1 to 2,048"),
+    ("plan --q-len 5 --ranks 2 --shard zig", "--shard: expected 'auto' or one of 'contiguous',"),
+    ("plan --q-len 5 --backward --device cuda", "--backward: expected False, or the CPU"),
+    ("plan", "--q-len: expected a value; got none. `speedlight plan --help` says which."),
+    ("plan --q-len", "--q-len: expected a value; got none. `speedlight plan --help` says more."),
+    ("plan --q-len x", "--q-len: expected a whole number; got 'x'."),
+    ("plan --q-len 5 --dropout x", "--dropout: expected a number; got 'x'."),
+    ("plan --q-len 5 --causal=1", "--causal: expected no value; got one. `speedlight plan --help` says more."),
+    ("plan --q-lenn 5", "--q-lenn: expected an option that `speedlight plan --help` lists. Did you mean "),
+    ("plan --q-len 5 more", "(more). `speedlight plan --help` says what there is."),
+    ("plann", "No such command 'plann'"),
+    ("plan --q-len 5 --q-heads 3 --kv-heads 2", "--kv-heads: expected a number that divides --q-heads=3; got 2."),
+    ("plan --q-len 5 --q-heads -1", "--q-heads: expected a size from 0"),
+    ("plan --q-len 5 --head-dim 0", "--head-dim: expected a size from 1"),
+    ("plan --q-len 5 --value-dim 0", "--value-dim: expected a size from 1"),
+    ("plan --q-len 5 --batch -1", "--batch: expected a size"),
+    ("plan --q-len 5 --k-len=-1", "--k-len: expected a size"),
+    ("plan --q-len 5 --window 3", "--window: expected LEFT,RIGHT such as 1023,0"),
+    ("plan --q-len 5 --window=-3,0", "--window: expected a size from 0"),
+    ("plan --q-len 5 --window=-1,0", "got '-1,0'. Write --window=,0."),
+    ("plan --q-len 5 --mask causal", "--mask: expected a call; got causal alone. Write causal() in 'causal'."),
+    ("plan --q-len 5 --mask 'j <= i and j > 3'", "--mask: expected & in place of 'and'"),
+    ("plan --q-len 5 --mask 'not j <= i'", "--mask: expected ~ in place of 'not'"),
+    ("plan --q-len 5 --mask 'lambda b, h, i, j: j <= i'", "--mask: expected what follows the colon of a lambda"),
+    ("plan --q-len 5 --dropout 2 --seed 1", "--dropout: expected a probability"),
+    (
+        "plan --q-len 5 --dropout .5",
+        "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7.",
+    ),
+    ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
+    ("plan --q-len 5 --device tpu", "--device: expected "),
+    ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
+    ("show --ir --asm", "--asm: expected either"),
+    ("show -o x.s", "--output: expected --ir or --asm"),
+    ("show --q-len -1", "--q-len: expected a size"),
+    ("bench --dtype int8", "--dtype: expected some of"),
+    ("bench --q-len 0", "--q-len: expected sizes from 1"),
+    ("bench --peer numpy", "--peer: expected some of"),
+    ("bench -o /no/such/x.json", "--output: expected a name"),
+    ("bench --backward --peer jax", "--peer: expected some of torch, or none beside --backward"),
+    ("tune --device tpu", "--device: expected cpu, cuda, cuda:0, …; got 'tpu'"),
+    ("tune --kind x", "--kind: expected one of full, masked, decode; got 'x'."),
+    ("tune --head-dim 65", "--head-dim: expected one of 64, 128, 256, 512; got 65."),
+    ("tune --dtype int8", "--dtype: expected one of float16, bfloat16, float32; got 'int8'."),
+    ("tune --turns 0", "--turns: expected at least 1; got 0."),
+    ("tune --turns 6", "--turns: expected at least 7 of a CPU, to tell gains from noise; got 6."),
+    ("tune --dtype float16", "--dtype: expected --device cuda beside it; a CPU has no tiles to choose."),
+    ("plan --q-len 5 --mask '" + " | ".join(f"(i == {n})" for n in range(3000)) + "'", "nested; got '(i == 0)"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), ERRORS, ids=[words[:60] for words, _ in ERRORS])
+def test_errors_name_what_was_typed(here, words, says):  # noqa: F811
+    done = here(*({"EXAMPLE": EXAMPLE, "CODE": __file__}.get(word, word) for word in shlex.split(words)))
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("speedlight: ") and says in done.stderr
