@@ -103,7 +103,7 @@ def attention_paged(
     check_together(k, v, a)
     own = engines.of("cuda" if engines.is_on_gpu(engine, a) else "cpu")
     tables = own.read_tables(block_table, k_lengths, k.shape[0], k.shape[1], a.device)
-    placed = given.q_start is not None or given.causal == "top-left"
+    placed = given.q_start is not None or (isinstance(given.causal, str) and given.causal == "top-left")
     problem, offsets = _build(a, k, v, tables.lengths, given, None if tables.on_device is None or placed else 1)
     results = results_for(a, problem, given, return_lse, out, (a, k, v))
     rows, keys = Rows(given.layout, a, results.out.strides, offsets and offsets[:-1]), PagedKeys(k, v, tables, placed)
