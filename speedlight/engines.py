@@ -1,26 +1,103 @@
-"""The two engines: which one takes a call, and the modules that run it, loaded when they are first needed."""
+"""The engines: which one takes a call, and what each offers; they are loaded when they are first needed."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .arrays.array import Array
-from .cpu.memory.operands import Strides
 from .errors import ArgumentError, UnsupportedError, how_to_install, shown
 from .host.forks import importing
 from .host.machine import interpreting
 from .problem.checks import device_name
+from .problem.operands import Dense, PagedKeys, PageTables, Rows, Strides
 from .problem.options import public
 from .problem.problem import Problem
+from .problem.results import Results
 
 if TYPE_CHECKING:
     from .problem.plan import Plan
 
 
-def chosen(engine: Any, q: Array) -> str:
-    """ "cpu", or the device whose engine takes the call: that on which the array lies, which `engine` may insist on."""
+class Engine(Protocol):
+    """Computation on devices of a kind. Everything is checked before it comes here, but for what an engine lacks."""
+
+    def attend(
+        self, problem: Problem, rows: Rows, keys: Dense | PagedKeys, results: Results, precision: str = "ieee"
+    ) -> Any:
+        """Fills the results; returns a prepared call that can run again at other addresses, or None."""
+        ...
+
+    @property
+    def backward(self) -> Callable[..., Any] | None:
+        """Prepares a backward call, (request, layout, stated, operands) → call; None: there is no backward pass."""
+        ...
+
+    def append(
+        self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any
+    ) -> Any:
+        """Stores new tokens in the caller's pages, behind those of each sequence."""
+        ...
+
+    def merge(self, outs: list[Array], lses: list[Array]) -> tuple[Any, Any]:
+        """Merges states of the same queries over disjoint keys into a new out and lse."""
+        ...
+
+    def read_tables(self, block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str) -> PageTables:
+        """Reads a block table and lengths of the caller's, as attend() takes them."""
+        ...
+
+    def storage(self) -> Any:
+        """Loads the module of CacheStorage and PoolStorage: the tokens of caches and pools."""
+        ...
+
+    def plan(
+        self, problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False,
+        backward: bool = False,
+    ) -> Plan:  # fmt: skip
+        """Plans a call, or a backward call, on a device."""
+        ...
+
+
+def of(device: str) -> Engine:
+    """Returns the engine of a device, "cpu" or another."""
+    match device:
+        case "cpu":
+            return cpu()
+        case _:
+            return gpu()
+
+
+def cpu() -> Any:
+    """Returns the CPU's engine, with what it alone has."""
+    with importing:
+        from .cpu.engine import cpu_engine
+
+    return cpu_engine
+
+
+def gpu(name: str = "q", way: str = "q.cpu()") -> Any:
+    """Returns the GPUs' engine, with what it alone has; `name`: the argument that asks for it; `way`: one without."""
+    try:
+        with importing:
+            from .gpu import gpu_engine
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{name}: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). Run "
+            f"{how_to_install('gpu')}, or use {way}."
+        ) from None
+    return gpu_engine
+
+
+def by_name(device: Any) -> Engine:
+    """Returns the engine of a device that a caller named."""
+    return of("cpu") if device_name(device) == "cpu" else gpu("device", "device='cpu'")
+
+
+def is_on_gpu(engine: Any, q: Array) -> bool:
+    """Returns whether a GPU's engine takes the call, for where q lies; raises for an `engine` that q cannot have."""
     if not (engine is None or (isinstance(engine, str) and engine in ("cpu", "cuda"))):
         raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {shown(engine)}.")
     if engine == "cpu" and q.device != "cpu":
@@ -31,71 +108,7 @@ def chosen(engine: Any, q: Array) -> str:
         raise ArgumentError(
             f"{q.name}: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. Use {q.name}.cuda()."
         )
-    return "cpu" if q.device == "cpu" and engine != "cuda" else q.device
-
-
-def of(device: str) -> Any:
-    """The engine of a device, as chosen() gives it: `prepare` makes a call, `plan` says what it would do."""
-    match device:
-        case "cpu":
-            with importing:
-                from .cpu.engine import forward_call as prepare
-
-            return prepare
-        case _:
-            return gpu()
-
-
-def gradients() -> Any:
-    """What computes them: `prepare` makes a backward call, `plan` says what it would do."""
-    with importing:
-        from .cpu.engine import backward_call as gradients
-
-    return gradients
-
-
-def gpu(name: str = "q", way: str = "q.cpu()") -> Any:
-    """What computes on a GPU; `name`: the argument that asks for it, and the `way` without."""
-    try:
-        with importing:
-            from .gpu import prepare
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{name}: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). Run "
-            f"{how_to_install('gpu')}, or use {way}."
-        ) from None
-    return prepare
-
-
-def raw_pages() -> Any:
-    """What stores tokens in the caller's pages on the CPU."""
-    from .cpu.engine import append_call
-
-    return append_call
-
-
-def gpu_used() -> bool:
-    """Whether anything was launched on one."""
-    return "speedlight.gpu.launch" in sys.modules
-
-
-def resident() -> Any:
-    """Caches in a GPU's memory."""
-    gpu("device", "device='cpu'")
-    with importing:
-        from .gpu import storage as resident
-
-    return resident
-
-
-def storage_of(device: Any) -> Any:
-    """The module of CacheStorage and PoolStorage for a device."""
-    if device_name(device) != "cpu":
-        return resident()
-    with importing:
-        from .cpu.engine import storage
-
-    return storage
+    return q.device != "cpu" or engine == "cuda"
 
 
 @public()
@@ -108,29 +121,21 @@ def synchronize() -> None:
     >>> import speedlight as sl
     >>> sl.synchronize()
     """
-    if gpu_used():
+    if "speedlight.gpu.launch" in sys.modules:
         gpu().synchronize()
 
 
 def plan(
     problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False, backward: bool = False
 ) -> Plan:
-    """What a call, or a backward call, on a device would do: on the CPU over arrays with these strides."""
-    match None if device is None else device_name(device):
-        case None | str("cpu"):
-            maker = gradients() if backward else of("cpu")
-            return maker.plan(problem, strides, threads_now(), exact=exact)
-        case _:
-            if backward:
-                raise UnsupportedError(
-                    f"backward: expected False, or the CPU, where gradients are computed; got True for {device}. "
-                    "Use .cpu(), or device='cpu'."
-                )
-            gpu_device = resident().device_of(device)
-            with importing:
-                from .gpu import counting
-
-            return counting.plan(problem, gpu_device, precision, exact=exact)
+    """Plans a call, or a backward call, on a device, or on the CPU where none is named."""
+    device = "cpu" if device is None else device
+    if backward and device_name(device) != "cpu":
+        raise UnsupportedError(
+            f"backward: expected False, or the CPU, where gradients are computed; got True for {device}. "
+            "Use .cpu(), or device='cpu'."
+        )
+    return by_name(device).plan(problem, device, strides, precision, exact=exact, backward=backward)
 
 
 @functools.lru_cache(maxsize=1)
@@ -142,4 +147,5 @@ def _get_threads() -> Any:
 
 
 def threads_now() -> int:
+    """Returns the number of threads that calls on the CPU use."""
     return _get_threads()()

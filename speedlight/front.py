@@ -169,9 +169,7 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
         if known or any([arrays.is_tensor(x) and arrays.is_followed(x) for x in (q, k, v)]):
             return _differentiate(q, k, v, known, return_lse, out)
         options = known.options
-    if on_gpu:
-        return dense.attend_on_gpu(q, k, v, options, return_lse, out)
-    return dense.attend_anew(q, k, v, options, return_lse, out, key)
+    return dense.attend_anew(q, k, v, options, return_lse, out, key, on_gpu)
 
 
 compute = public()(_compute)  # attention() with its options in one, of tensors as they are under autocast, too

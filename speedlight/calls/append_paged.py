@@ -75,26 +75,23 @@ def append_paged(
     _check_target(pages_k, pages_v)
     for x, target in ((new_k, pages_k), (new_v, pages_v)):
         _check_like(x, target)
-    place = engines.chosen(engine, pages_k)
-    on_gpu = place != "cpu" or engine == "cuda"
-    if on_gpu and all([engines.gpu().is_resident(x, place) for x in (block_table, k_lengths)]):
-        table, lengths = engines.gpu().checked_tables(block_table, k_lengths)
+    on_gpu, pages, new = engines.is_on_gpu(engine, pages_k), (pages_k, pages_v), (new_k, new_v)
+    there = engines.gpu().resident_tables(block_table, k_lengths, pages_k.device) if on_gpu else None
+    if there is not None:
+        table, lengths = there
         _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
-        for x in (pages_k, pages_v):
+        for x in pages:
             tell_written(x)
-        return engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), ours, table, lengths, new_lengths)
+        return engines.gpu().append(pages, new, ours, table, lengths, new_lengths)
     table = block_table_of(block_table)
     _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
     counts = _counts(new_lengths, ours, len(table), new_k)
     before, after = _check_room(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
     _check_places(table, before, counts, pages_k)
-    now, pages, new = _convert_lengths(k_lengths, after), (pages_k, pages_v), (new_k, new_v)
+    now = _convert_lengths(k_lengths, after)
     for x in pages:
         tell_written(x)
-    if on_gpu:
-        engines.gpu().append_paged(pages, new, ours, table, np.array(before, np.int64), counts)
-    else:
-        engines.raw_pages().append_paged(pages, new, ours, table, list(before), counts)
+    engines.of("cuda" if on_gpu else "cpu").append(pages, new, ours, table, list(before), counts)
     return now
 
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from .. import engines
 from ..arrays import array as arrays
-from ..cpu.memory.operands import Operands
 from ..errors import UnsupportedError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.build import from_arrays
 from ..problem.gradients import Given, asked, resolved
+from ..problem.operands import Operands
 from ..problem.options import AnyArray, ArrayOf, AttentionOptions, Grads, K, T, V, public
 from ..problem.prepared import key_of
 from ..problem.problem import Options
@@ -111,7 +111,7 @@ def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: An
     where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
     if call is None:
         request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
-        call = engines.gradients().prepare(request, options.layout, stated, where, threads, isa)
+        call = engines.cpu().backward(request, options.layout, stated, where)
         if key is not None:
             _prepared.put(key, call, call.size)
     more = call.run(where, None if key is None else options.seed_word())

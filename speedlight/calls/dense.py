@@ -6,11 +6,11 @@ from typing import Any
 
 from .. import engines
 from ..arrays import array as arrays
-from ..cpu.memory.operands import Dense, Rows
 from ..errors.advice import warn_if_swapped
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.build import from_arrays
+from ..problem.operands import Dense, Rows
 from ..problem.prepared import Prepared, key_of
 from ..problem.problem import Options
 from ..problem.results import results_for
@@ -24,7 +24,7 @@ def runs_on_gpu(q: Any, engine: Any) -> bool:
     if engine is None or (type(engine) is str and engine == ("cuda" if there else "cpu")):
         return there
     at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)  # the interpreter's, or an error
-    return engines.chosen(engine, at) != "cpu" or engine == "cuda"
+    return engines.is_on_gpu(engine, at)
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
@@ -43,35 +43,21 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) 
     return key, None if known is None else known.again(tensors, return_lse, options.seed_word())
 
 
-def attend_anew(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any) -> Any:
-    """Prepares a call on the CPU, runs it, and keeps it under its key."""
-    a, b, c = describe(q, k, v)
+def attend_anew(
+    q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any, on_gpu: bool = False
+) -> Any:
+    """Attends on the CPU, or enqueues the call on a GPU; keeps it under its key, if it has one."""
+    a, b, c = describe(q, k, v, gpu=on_gpu)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     warn_if_swapped(options.layout, a.shape, b.shape)
     results = results_for(a, problem, options, return_lse, out, (a, b, c))
     rows = Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1])
     keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
-    threads, isa = engines.threads_now(), current_isa()
-    call = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
-    call.run(a.address, b.address, c.address, results.out.address, results.lse_address)
-    if key is not None and key[1] == (threads, isa.name):  # as they were when the key was made
+    call = engines.of("cuda" if on_gpu else "cpu").attend(problem, rows, keys, results, options.precision)
+    if key is not None and key[1] == call.machine:  # as it was when the key was made
         target = results.out.final
         prepared = Prepared((a, b, c, target or results.out), call, staged=target is not None)
         _prepared.put(key, prepared, prepared.size)
-    return results.returned()
-
-
-def attend_on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any) -> Any:
-    """Enqueues a call on PyTorch's current stream, and does not wait for it."""
-    a, b, c = describe(q, k, v, gpu=True)
-    problem, cu_q, cu_k = from_arrays(a, b, c, options)
-    warn_if_swapped(options.layout, a.shape, b.shape)
-    engine = engines.gpu()
-    engine.check(problem, a.device, options.precision)
-    results = results_for(a, problem, options, return_lse, out, (a, b, c))
-    keys = engine.arrays_of(b.tensor, c.tensor, options.layout)
-    call = engine.prepare(problem, options.layout, a.device, keys, cu_q=cu_q, cu_k=cu_k, precision=options.precision)
-    call.run(a.tensor, keys, results.out.tensor, None if results.lse is None else results.lse.tensor)
     return results.returned()
 
 

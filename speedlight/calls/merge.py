@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any, overload
 
 from .. import engines
 from ..arrays import array as arrays
-from ..arrays.array import STORAGE_BYTES, Array
 from ..errors import ArgumentError, ArgumentTypeError
-from ..host.forks import importing
-from ..host.machine import current_isa
 from ..problem.checks import check_flag, states_of
 from ..problem.options import AnyArray, ArrayOf, T, V, public
-from ..problem.results import empty_like, like_input, overlap
+from ..problem.results import like_input, overlap
 from ..problem.rotary_angles import check_array, check_out, converted
-
-_TICKET_BYTES = 128 << 10  # of outputs that a thread takes at a time
-_BYTES, _ROW_SECONDS = 5e9, 20e-9  # what a thread is guessed to do: bytes per second, and seconds for a row of a state
 
 
 @overload
@@ -60,12 +53,7 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
     """
     outs, lses = states_of(out1, lse1, out2, lse2)
     first, first_lse = outs[0], lses[0]
-    if first.device != "cpu":
-        out, lse = engines.gpu().merged([x.tensor for x in outs], [x.tensor for x in lses])
-    else:
-        out, to = empty_like(first, first.shape, first.dtype)
-        lse, lse_to = empty_like(first_lse, first_lse.shape, first_lse.dtype)
-        _run(outs, lses, to, lse_to)
+    out, lse = engines.of(first.device).merge(outs, lses)
     return like_input(first, out), like_input(first_lse, lse)
 
 
@@ -136,82 +124,3 @@ def _states(x: Any, name: str, shape: str, dims: int) -> list[Any]:
     if not each:
         raise ArgumentError(f"{name}: expected one state or more; got none.")
     return each
-
-
-def _rows(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
-    """Sizes of as few dims of rows as will do, and each array's steps: neighbours that are one in every array are
-    joined.
-    """
-    sizes: list[int] = []
-    steps: list[list[int]] = [[] for _ in strides]
-    for d, size in enumerate(shape):
-        if size == 1:
-            continue
-        if sizes and all([own[-1] == x[d] * size for own, x in zip(steps, strides, strict=True)]):
-            sizes[-1] *= size
-            for own in steps:
-                own.pop()
-        else:
-            sizes.append(size)
-        for own, x in zip(steps, strides, strict=True):
-            own.append(x[d])
-    return (sizes, steps) if sizes else ([1], [[0]] * len(strides))
-
-
-_KINDS = {
-    name: list(STORAGE_BYTES).index(storage) for name, (storage, _) in arrays.DTYPES.items()
-}  # as the kernel counts them
-
-
-def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
-    """Fills `out` and `lse`, which are contiguous."""
-    with importing:
-        from ..cpu.kernels import merge as kernels
-        from ..cpu.runtime.launch import Launch, threads_for
-        from ..cpu.runtime.tuned import tuning_of
-        from ..cpu.runtime.workers import get_threads
-
-    rows, width, states = math.prod(lse.shape), out.shape[-1], len(outs)
-    if not rows:
-        return
-    sizes, steps = _rows(lse.shape, [x.strides[:-1] for x in outs] + [x.strides for x in lses])
-    row_bytes = width * sum(arrays.DTYPES[x.dtype][1] for x in (*outs, out)) + 16 * states
-    ticket_rows = max(1, _TICKET_BYTES // row_bytes // kernels.BLOCK) * kernels.BLOCK
-    tickets = -(-rows // ticket_rows)
-    seconds = rows * (row_bytes / _BYTES + states * _ROW_SECONDS)
-    isa = current_isa()
-    wants = tuning_of(isa).threading
-    threads = threads_for(seconds, min(get_threads(), tickets), wants)
-    table = _table(outs, lses, steps)
-    state_words, size_words = (ctypes.c_int64 * len(table))(*table), (ctypes.c_int64 * len(sizes))(*sizes)
-    stride = -(-kernels.scratch_bytes(states, len(sizes)) // 64) * 64 + 64  # no cache line belongs to two threads
-    scratch = (ctypes.c_char * (stride * threads))()
-    words = {
-        "scratch": ctypes.addressof(scratch),
-        "scratch_stride": stride,
-        "states": ctypes.addressof(state_words),
-        "count": states,
-        "state_bytes": ctypes.sizeof(state_words) // states,
-        "sizes": ctypes.addressof(size_words),
-        "dims": len(sizes),
-        "rows": rows,
-        "ticket_rows": ticket_rows,
-        "value_dim": width,
-        "strided": int(width > 1 and any([x.strides[-1] != arrays.DTYPES[x.dtype][1] for x in outs])),
-        "out": out.address,
-        "out_kind": _KINDS[out.dtype],
-        "lse": lse.address,
-        "lse_kind": _KINDS[lse.dtype],
-    }
-    launch = Launch(kernels.MergeShape(isa), kernels.ARGUMENTS, words, tickets, threads, seconds, wants)
-    launch.run(launch.words())
-
-
-def _table(outs: list[Array], lses: list[Array], steps: list[list[int]]) -> list[int]:
-    """The kernel's table of states: what is in STATE, then the steps of out and lse in each dim of the rows."""
-    table: list[int] = []
-    for x, log, own, log_own in zip(outs, lses, steps, steps[len(outs) :], strict=False):
-        table += (x.address, _KINDS[x.dtype], x.strides[-1], log.address, _KINDS[log.dtype])
-        for pair in zip(own, log_own, strict=True):
-            table += pair
-    return table

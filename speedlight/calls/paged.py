@@ -5,20 +5,16 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-
 from .. import engines
 from ..arrays.array import Array, describe
 from ..arrays.layouts import check_together
-from ..cpu.memory.operands import Paged, Pages, Rows
-from ..cpu.memory.records import SLACK
 from ..errors import ArgumentError, Error
 from ..host.machine import current_isa
 from ..host.memo import Memo
-from ..host.shortcuts import row_addresses
-from ..problem.block_tables import check_pages, page_lists
+from ..problem.block_tables import check_pages
 from ..problem.build import Stored, from_stored
 from ..problem.checks import check_flag, check_layout, packed_lengths
+from ..problem.operands import PagedKeys, Rows
 from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Ints, PagedCall, PagedOptions, T, public
 from ..problem.prepared import Prepared, key_of
 from ..problem.problem import SPAN, Options, Problem, spans_of
@@ -93,9 +89,10 @@ def attention_paged(
         key = key_of(tensors, given, (engines.threads_now(), current_isa().name))
         known = None if key is None else _prepared.get(key)
         if known is not None:
-            lists, lengths = page_lists(block_table, k_lengths, k_pages.shape[0], k_pages.shape[1], SLACK)
-            if len(lengths) == len(known.counts) and known.fits(lengths):
-                results = known.again(tensors, return_lse, given.seed_word(), lengths, row_addresses(lists))
+            tables = engines.cpu().read_tables(block_table, k_lengths, k_pages.shape[0], k_pages.shape[1], "cpu")
+            if len(tables.lengths) == len(known.counts) and known.fits(tables.lengths):
+                seed, lists = given.seed_word(), tables.addresses()
+                results = known.again(tensors, return_lse, seed, tables.lengths, lists)
                 if results is not None:
                     return results
     given = given.spelled()
@@ -104,49 +101,31 @@ def attention_paged(
     a, k, v = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     check_pages(k, v)
     check_together(k, v, a)
-    place = engines.chosen(engine, a)
-    if place != "cpu" or engine == "cuda":
-        return _paged_on_gpu(a, k, v, block_table, k_lengths, given, return_lse, out)
-    lists, lengths = page_lists(block_table, k_lengths, k.shape[0], k.shape[1], SLACK)
-    problem, offsets = _build(a, k, v, lengths, given)
+    own = engines.of("cuda" if engines.is_on_gpu(engine, a) else "cpu")
+    tables = own.read_tables(block_table, k_lengths, k.shape[0], k.shape[1], a.device)
+    placed = given.q_start is not None or (isinstance(given.causal, str) and given.causal == "top-left")
+    problem, offsets = _build(a, k, v, tables.lengths, given, None if tables.on_device is None or placed else 1)
     results = results_for(a, problem, given, return_lse, out, (a, k, v))
-    call = _prepare(problem, a, k, v, lists, given.layout, offsets, results.out.strides)
-    call.run(a.address, k.address, v.address, results.out.address, results.lse_address)
-    if key is not None and call.how.kind == "decode" and given.causal != "top-left" and all(problem.q_lengths):
-        _remember(key, (a, k, v), lists, lengths, given, results.out)
+    rows, keys = Rows(given.layout, a, results.out.strides, offsets and offsets[:-1]), PagedKeys(k, v, tables, placed)
+    call = own.attend(problem, rows, keys, results)
+    if key is not None and call.how.kind == "decode" and not placed and all(problem.q_lengths):
+        _remember(key, rows, keys, given, results.out)
     return results.returned()
 
 
-def _prepare(
-    problem: Problem, q: Array, k: Array, v: Array, lists: np.ndarray, layout: str, offsets: Any, out_strides: Any
-) -> Any:
-    """Prepares the CPU's call."""
-    pages = Pages(
-        False, k.shape[1],
-        k_head=k.strides[2], k_page=k.strides[0], k_row=k.strides[1], k_column=k.strides[3],
-        v_head=v.strides[2], v_page=v.strides[0], v_row=v.strides[1], v_column=v.strides[3],
-    )  # fmt: skip
-    rows = Rows(layout, q, out_strides, None if offsets is None else offsets[:-1])
-    keys = Paged(pages, row_addresses(lists))
-    return engines.of("cpu").prepare(problem, rows, keys, engines.threads_now(), current_isa())
-
-
-def _remember(
-    key: Any, given: tuple[Array, Array, Array], lists: np.ndarray, lengths: tuple[int, ...], options: Options,
-    out: Array,
-) -> None:  # fmt: skip
+def _remember(key: Any, rows: Rows, keys: PagedKeys, options: Options, out: Array) -> None:
     """Prepares the call for any tables and lengths of as many spans. Where longer sequences would be refused, nothing
     is kept.
     """
-    q, k, v = given
+    q, k, v, lengths = rows.q, keys.k, keys.v, keys.tables.lengths
     if not lengths or not min(lengths) or 0 in q.shape:
         return
     try:
-        problem, offsets = _build(q, k, v, (spans_of(max(lengths)) * SPAN,) * len(lengths), options, 1)
+        problem, _ = _build(q, k, v, (spans_of(max(lengths)) * SPAN,) * len(lengths), options, 1)
     except Error:
         return
-    call = _prepare(problem, q, k, v, lists, options.layout, offsets, out.strides)
-    prepared = Prepared((*given, out.final or out), call, staged=out.final is not None)
+    call = engines.cpu().prepare(problem, rows, keys)
+    prepared = Prepared((q, k, v, out.final or out), call, staged=out.final is not None)
     _prepared.put(key, prepared, prepared.size)
 
 
@@ -173,20 +152,3 @@ def _build(
         )
     stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest, keeper="k_pages")
     return from_stored(q, stored, options), offsets
-
-
-def _paged_on_gpu(
-    q: Array, k: Array, v: Array, block_table: Any, k_lengths: Any, options: Options,
-    return_lse: bool, out: Any,
-) -> Any:  # fmt: skip
-    """Enqueues attention_paged() on a GPU."""
-    launch = engines.gpu()
-    table, lengths_there, lengths = launch.paged_tables(block_table, k_lengths, k.shape[0], k.shape[1], q.device)
-    placed = options.q_start is not None or options.causal == "top-left"
-    problem, offsets = _build(q, k, v, lengths, options, None if lengths_there is None or placed else 1)
-    results = results_for(q, problem, options, return_lse, out, (q, k, v))
-    launch.check(problem, q.device, "ieee")
-    keys = launch.paged_keys(k.tensor, v.tensor, table, lengths_there, max(lengths, default=0), placed)
-    lse = None if results.lse is None else results.lse.tensor
-    launch.run(problem, options.layout, q.tensor, keys, results.out.tensor, lse, cu_q=offsets)
-    return results.returned()

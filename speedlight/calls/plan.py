@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import engines
 from ..arrays.array import DTYPES
-from ..cpu.memory.operands import Dense, Strides, stride_of
 from ..errors import ArgumentError
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
+from ..problem.operands import Dense, Strides, stride_of
 from ..problem.options import AllOptions, Method, Shard, public
 from ..problem.plan import Plan, over_ranks
 from ..problem.problem import Options, Sizes

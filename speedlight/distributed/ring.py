@@ -15,12 +15,11 @@ import torch
 
 from .. import engines
 from ..arrays.array import Array, describe
-from ..cpu.memory.operands import Dense, Operands, Rows
 from ..errors import ArgumentError
-from ..host.machine import current_isa
 from ..problem.build import Stated
 from ..problem.gradients import Given, asked
 from ..problem.key_parts import KeyPart, Turn, finishing, of_heads, turns_of
+from ..problem.operands import Dense, Operands, Rows
 from ..problem.problem import LAYOUTS, Problem
 from ..problem.shardings import Runs, places, tokens
 from .arriving import Arrivals, LocalKeys, Returns
@@ -140,8 +139,7 @@ class _States:
         if key not in prepared:
             rows = Rows(layout, self.q, self.written.strides, part.q_first)
             dense = Dense(layout, *keys, part.k_first)
-            threads, isa = engines.threads_now(), current_isa()
-            prepared[key] = engines.of("cpu").prepare(self.here.problem(part.problem), rows, dense, threads, isa)
+            prepared[key] = engines.cpu().prepare(self.here.problem(part.problem), rows, dense)
         return prepared[key]
 
     def finish(self, runs: tuple[int, ...], keys: tuple[Array, Array], begins: bool) -> None:
@@ -294,5 +292,5 @@ def _part_back(
     stated = Stated(problem, *(None if x is None else (*x, 0) for x in (part.q_first, part.k_first)))
     request = asked(problem, here.layout, Given(a, o, logs, d_o, d_logs), tables)
     where: Any = Operands(*given)  # pyright: ignore[reportArgumentType]
-    call = engines.gradients().prepare(request, here.layout, stated, where, engines.threads_now(), current_isa())
+    call = engines.cpu().backward(request, here.layout, stated, where)
     return call.run(where)

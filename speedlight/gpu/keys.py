@@ -10,7 +10,6 @@ import torch
 from ..arrays.layouts import batch_of
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.machine import interpreting
-from ..problem.block_tables import page_lists
 from ..problem.problem import LAYOUTS
 from .launch import status_of
 
@@ -105,14 +104,3 @@ def checked_tables(block_table: torch.Tensor, k_lengths: torch.Tensor) -> tuple[
             f"k_lengths: expected {len(block_table)} lengths, one per row of block_table; got {len(k_lengths)}."
         )
     return block_table if block_table.stride(1) == 1 else block_table.contiguous(), k_lengths.contiguous()
-
-
-def paged_tables(
-    block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
-    """The table and the lengths on the device, and lengths for the host: upper bounds if only the device has them."""
-    if not (is_resident(block_table, device) and is_resident(k_lengths, device)):
-        numbers, lengths = page_lists(block_table, k_lengths, pages, page_size, 1)
-        return torch.from_numpy(numbers).to(device), None, lengths
-    table, lengths = checked_tables(block_table, k_lengths)
-    return table, lengths, (table.shape[1] * page_size,) * len(table)

@@ -24,7 +24,8 @@ def append_paged(
     """
     keys, values, k, v = (x.tensor for x in (*pages, *new))
     device, batch = keys.device, len(block_table)
-    table, lengths = (torch.as_tensor(x).to(device) for x in (block_table, k_lengths))
+    table = torch.as_tensor(block_table).to(device)
+    lengths = torch.as_tensor(k_lengths, dtype=None if is_resident(k_lengths, str(device)) else torch.int64).to(device)
     n_new = k.shape[layout.index("l")]
     each = first = None
     if layout == "lhd":

@@ -1,4 +1,4 @@
-"""The GPU engine: `prepare(problem, …) -> Call`, whose `run` fills out and lse on PyTorch's current stream."""
+"""Calls on a GPU: a problem becomes launches of the attention kernel, on PyTorch's current stream."""
 
 from __future__ import annotations
 
@@ -11,24 +11,15 @@ import torch
 from ..expressions.tree import out_of_range
 from ..host.rounding import standard
 from ..problem.problem import Problem
-from .counting import plan
 from .dropping import words_of
 from .forward import attend
-from .joining import Ending, Found, State, joined
-from .keys import Keys, arrays_of, axes, checked_tables, is_resident, paged_keys, paged_tables
-from .launch import Launch, capturing, named_strides, start, synchronize
-from .merging import merged
-from .paging import append_paged
+from .keys import Keys, axes
+from .launch import Launch, capturing, named_strides, start
 from .schedule import Schedule, capability, check, most_rows, power_above, schedule, tile_class
 from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
 from .splits import combine
 from .tiles import Tile
-from .uploads import Classes, Grid, Uploads, check_tables, classes_of, uploads_of
-
-__all__ = [
-    "Call", "Ending", "Found", "Keys", "State", "append_paged", "arrays_of", "check", "check_tables", "checked_tables",
-    "is_resident", "joined", "merged", "paged_keys", "paged_tables", "plan", "prepare", "run", "synchronize",
-]  # fmt: skip
+from .uploads import Classes, Grid, Uploads, classes_of, uploads_of
 
 REPAIR_GRID = 128  # the repair launch scans flags, and usually exits
 

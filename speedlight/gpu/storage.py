@@ -28,7 +28,7 @@ from .rows import Destination, Rows, Tokens, described, device_of, to_numpy, to_
 from .schedule import check, power_above
 
 _ANY = 1 << 40  # tokens: the capacity of a pool's sequence, whose pages the host counts
-_Undo = tuple[torch.Tensor, Any, list[torch.Tensor]]  # lengths; which slots, and what was in them
+_Undo = tuple[Any, Any, list[torch.Tensor]]  # lengths; which slots, and what was in them
 
 
 class Call(NamedTuple):
@@ -52,47 +52,30 @@ def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
 
 
 def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
-    """What put_back() needs, as before() gives it; of keep()."""
+    """Copies what moves write over, for put_back(), beside a cache's lengths, without waiting."""
+    known = isinstance(self, CacheStorage)
+    if not moves.to_slot:
+        return (self.lengths.tensor[layer].clone() if known else lengths), None, []
     if capturing():
         raise UnsupportedError("keep: a CUDA graph cannot replay it; which tokens move would be the same every time.")
     where = _slots(moves.to_owner, moves.to_slot, self.device)
     return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in self.rows[layer].parts]
 
 
-class CacheStorage:
-    """The tokens of a KVCache, token by token, and their lengths.
+class DeviceLengths:
+    """Lengths of a KVCache's sequences on the device, [layer, sequence].
 
-    Kernels read the lengths on the device and advance them; the host's copy in kv/ checks every eager call. Replays of
-    a CUDA graph advance the device's alone: once a graph has captured a step, the host asks the device.
+    Kernels read and advance them; the host's copy in kv/ checks every eager call. Replays of a CUDA graph advance the
+    device's alone: once a graph has captured a step, the host asks the device.
     """
 
-    move, before_moves = _move, _before_moves
-
-    def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
-        self.shape, self.batch, self.capacity, self.ring = shape, batch, capacity, ring
-        self.device = device_of(device)
-        self.name = "cuda" if interpreting() else str(self.device)
-        tokens = ring.tokens or capacity
-        self.rows = [Rows(shape, batch, tokens, self.device, tokens_first=False) for _ in range(shape.layers)]
-        self.token_bytes = self.rows[0].token_bytes
-        self.device_lengths, self.arrived = (
-            torch.zeros((shape.layers, batch), dtype=torch.int32, device=self.device) for _ in range(2)
-        )
-        self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.captured = False  # a graph has seen this cache
-
-    # --- arguments
-
-    def received(self, x: Any, name: str) -> tuple[torch.Tensor, str]:
-        """New tokens, and the name of their dtype."""
-        a = described(x, name, self.device)
-        return a.tensor, a.dtype
-
-    def query(self, q: Any) -> Array:
-        return described(q, "q", self.device)
+    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
+        self.tensor, self.arrived = (torch.zeros((layers, batch), dtype=torch.int32, device=device) for _ in range(2))
+        self.status = torch.zeros(1, dtype=torch.int32, device=device)
+        self.capacity, self.captured = capacity, False  # captured: a graph has seen this cache
 
     def check_capture(self, lengths: dict[str, Any]) -> None:
-        """What a CUDA graph can replay."""
+        """Raises for what a CUDA graph cannot replay, while one is captured."""
         if not capturing():
             return
         for name, x in lengths.items():
@@ -105,37 +88,58 @@ class CacheStorage:
                 "capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none."
             )
 
-    # --- lengths
-
     def is_ahead(self) -> bool:
-        """Whether the device's lengths may be ahead of the host's, and may be read."""
+        """Returns whether they may be ahead of the host's, and may be read."""
         return self.captured and not capturing()
 
-    def lengths(self) -> list[list[int]] | None:
-        """Of each layer, as the device has them; waits for it."""
-        return self.device_lengths.tolist()
+    def read(self) -> list[list[int]]:
+        """Returns those of each layer; waits for the device."""
+        return self.tensor.tolist()
 
-    def overflowed(self) -> bool:
-        """Whether a replayed step exceeded the capacity since the last call."""
+    def has_overflowed(self) -> bool:
+        """Returns whether a replayed step exceeded the capacity since the last call."""
         if not int(self.status.item()):
             return False
         self.status.zero_()
         return True
 
-    def snapshot(self) -> torch.Tensor:
-        """What set_lengths() takes, without waiting."""
-        return self.device_lengths.clone()
+    def set(self, lengths: list[list[int]]) -> None:
+        """Stores the host's."""
+        self.tensor.copy_(torch.as_tensor(lengths, dtype=torch.int32))
 
-    def set_lengths(self, lengths: list[list[int]] | torch.Tensor) -> None:
-        self.device_lengths.copy_(torch.as_tensor(lengths, dtype=torch.int32))
+
+class CacheStorage:
+    """The tokens of a KVCache, token by token, and their lengths."""
+
+    steps = None  # none is prepared to run again: the device takes longer than the checks
+    move, before_moves = _move, _before_moves
+
+    def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
+        self.shape, self.batch, self.capacity, self.ring = shape, batch, capacity, ring
+        self.device = device_of(device)
+        self.name = "cuda" if interpreting() else str(self.device)
+        tokens = ring.tokens or capacity
+        self.rows = [Rows(shape, batch, tokens, self.device, tokens_first=False) for _ in range(shape.layers)]
+        self.token_bytes = self.rows[0].token_bytes
+        self.lengths = DeviceLengths(shape.layers, batch, capacity, self.device)
+
+    # --- arguments
+
+    def received(self, x: Any, name: str) -> tuple[torch.Tensor, str]:
+        """New tokens, and the name of their dtype."""
+        a = described(x, name, self.device)
+        return a.tensor, a.dtype
+
+    def query(self, q: Any) -> Array:
+        return described(q, "q", self.device)
 
     # --- tokens in and out
 
     def put(self, layer: int, lengths: list[int], counts: list[int], k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores the first counts[item] tokens of k and v, and advances the device's lengths."""
         n_new = k.shape[2]
-        self.captured |= capturing()
-        to = Destination(self.device_lengths[layer], self.capacity, self.arrived[layer])
+        self.lengths.captured |= capturing()
+        to = Destination(self.lengths.tensor[layer], self.capacity, self.lengths.arrived[layer])
         to = to._replace(ring_first=self.ring.fixed, ring=self.ring.size)
         step = PIECE if self.ring.size else max(n_new, 1)  # no two programs may write to one slot
         for at in range(0, max(n_new, 1), step):
@@ -144,7 +148,7 @@ class CacheStorage:
             uneven = part.count(part_k.shape[2]) < len(part)
             each = torch.tensor(part, dtype=torch.int32).to(self.device) if uneven else None
             new = Tokens(part_k, part_v, part_k.stride(), part_v.stride(), part_k.shape[2], each)
-            start(self.rows[layer].put(new, to, self.status))
+            start(self.rows[layer].put(new, to, self.lengths.status))
 
     def tokens(self, layer: int, part: str, n: int) -> torch.Tensor:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
@@ -185,12 +189,9 @@ class CacheStorage:
     def put_back(self, undo: dict[int, _Undo]) -> None:
         """Of each layer what was there before."""
         for layer, (lengths, where, below) in undo.items():
-            self.device_lengths[layer].copy_(lengths)
+            self.lengths.tensor[layer].copy_(lengths)
             for part, x in zip(self.rows[layer].parts, below, strict=False):
                 part[where] = x
-
-    def after_fork(self, undo: dict[int, _Undo]) -> None:
-        """A child has no device."""
 
     # --- attending
 
@@ -212,29 +213,18 @@ class CacheStorage:
 
     def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
         """Runs what prepare() returned, into the piece's rows of the chunk's results."""
-        self.captured |= call.captured
+        self.lengths.captured |= call.captured
         ring = {"ring_first": self.ring.fixed, "ring": self.ring.size}
-        keys = self.rows[layer].keys(lengths=self.device_lengths[layer], most=call.most, **ring)
+        keys = self.rows[layer].keys(lengths=self.lengths.tensor[layer], most=call.most, **ring)
         rows, lse = (slice(None), slice(None), piece.rows), results.lse
         out = results.out.tensor[rows]
         run(call.problem, "bhld", q.tensor[rows], keys, out, None if lse is None else lse.tensor[rows])
-
-    def checked_step(self, lengths: list[int], tensors: tuple[Any, ...], options: Options) -> None:
-        """There is no fast path: the device takes longer than the checks."""
-
-    def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> None:
-        """Likewise; uploads_of() memoises what a problem needs on the device."""
-
-    def remember(self, step: Any, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
-        """Likewise."""
-
-    def remember_put(self, given: tuple[Any, ...], k: Any, v: Any, counts: list[int], options: Options) -> None:
-        """Likewise."""
 
 
 class PoolStorage:
     """The tokens of a PagePool. A sequence's table is the list of its pages, which each call uploads."""
 
+    steps = None
     move, before_moves = _move, _before_moves
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
@@ -289,9 +279,6 @@ class PoolStorage:
             for part, x in zip(self.rows[layer].parts, below, strict=True):
                 part[where] = x
 
-    def after_fork(self, undo: dict[int, _Undo]) -> None:
-        """A child has no device."""
-
     def put(self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
         """New tokens, one sequence's after the other's."""
         first = list(itertools.accumulate(batch.counts, initial=0))[:-1]
@@ -308,15 +295,6 @@ class PoolStorage:
         return torch.tensor([[*x, *[0] * (most - len(x))] for x in tables], dtype=torch.int32).to(self.device)
 
     # --- attending
-
-    def checked_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> None:
-        """There is no fast path: the device takes longer than the checks."""
-
-    def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
-        """Likewise."""
-
-    def remember_put(self, given: tuple[Any, ...], k: Any, v: Any, counts: list[int], options: Options) -> None:
-        """Likewise."""
 
     def attend(self, layer: int, q: Array, batch: Batch, options: Options, results: Results) -> None:
         """Packed queries over their sequences' tokens."""

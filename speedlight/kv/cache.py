@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..engines import storage_of
-from ..errors import ArgumentError, CacheFull, not_pickled
+from ..engines import by_name
+from ..errors import ArgumentError, CacheBusy, CacheFull, not_pickled
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..problem.checks import cache_dtype, cache_sizes, check_index, check_list, integer, new_totals, window_size
@@ -31,7 +31,9 @@ from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved
 from .keeping import Left, kept, shorten, truncated
-from .query import PLAIN, Query, attended, busy, check_queries, padded_tokens, piece_of, query_of, repeated
+from .query import PLAIN, Query, check_queries, padded_tokens, piece_of, query_of
+from .running import attend_pieces, run_again
+from .transaction import transact
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,7 +86,7 @@ class KVCache:
         keep_first: int = 0,
         device: Any = "cpu",
     ) -> None:
-        engine = storage_of(device)
+        engine = by_name(device).storage()
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
             **sizes, capacity=capacity, window=window, keep_first=keep_first
@@ -100,7 +102,7 @@ class KVCache:
         self._held: list[_Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers being written to
         self._every = set(range(self.layers))
-        self._undo: dict[int, Any] = {}  # of layers being written to: what the storage puts back on failure
+        self._undo: dict[int, dict[int, Any]] = {}  # of changes in progress: by layer what the storage puts back
         renew_after_fork(self)
 
     def __repr__(self) -> str:
@@ -116,7 +118,7 @@ class KVCache:
 
     @property
     def device(self) -> Any:
-        """Where it lies: "cpu", or a torch.device."""
+        """The place of its memory: "cpu", or a torch.device."""
         return self._storage.device
 
     @property
@@ -131,7 +133,7 @@ class KVCache:
 
     @property
     def used_bytes(self) -> int:
-        """Of the tokens that are held."""
+        """Bytes of the tokens that are held."""
         most = self._ring.tokens or self.capacity
         return sum(min(n, most) for lengths, _ in self._now() for n in lengths) * self.token_bytes
 
@@ -167,11 +169,12 @@ class KVCache:
         Raises:
             CacheFull: a replayed step did not fit. It stored nothing, and its output means nothing.
         """
-        on_device = self._storage.lengths()
-        if on_device is not None:
-            pairs = zip(on_device, self._held, strict=True)
-            self._held = [(lengths, list(map(max, written, lengths))) for lengths, (_, written) in pairs]
-        if self._storage.overflowed():
+        on_device = self._storage.lengths
+        if on_device is None:
+            return
+        pairs = zip(on_device.read(), self._held, strict=True)
+        self._held = [(lengths, list(map(max, written, lengths))) for lengths, (_, written) in pairs]
+        if on_device.has_overflowed():
             free = self.capacity - max(max(lengths) for lengths, _ in self._held)
             raise CacheFull(
                 f"a step of a CUDA graph found no room: {free} of {self.capacity} tokens are free. truncate() it.",
@@ -180,14 +183,16 @@ class KVCache:
             )
 
     def _now(self) -> list[_Lengths]:
-        """The lengths; waits for the device if a replayed CUDA graph may have advanced them."""
-        if self._storage.is_ahead():
+        """Returns the lengths; waits for the device if a replayed CUDA graph may have advanced them."""
+        if self._storage.lengths is not None and self._storage.lengths.is_ahead():
             self.synchronize()
         return self._held
 
     def after_fork(self) -> None:
         """In the child: claims of the parent's threads are dropped, and their unfinished writes rolled back."""
-        self._storage.after_fork(self._undo)
+        if self.device == "cpu":  # a child has no other device
+            for undo in self._undo.values():
+                self._storage.put_back(undo)
         self._claims, self._undo = set(), {}
 
     # --- growing
@@ -201,10 +206,10 @@ class KVCache:
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer, given = self._layer(layer), (k, v)
-        if new_lengths is None and repeated(self, layer, given, PLAIN, False) is not None:
+        if new_lengths is None and run_again(self, layer, given, PLAIN, False) is not None:
             return
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
-        if new_lengths is None:
+        if new_lengths is None and self._storage.steps is not None:
             self._storage.remember_put(given, k, v, counts, PLAIN)
         self._grow(layer, k, v, counts, None)
 
@@ -272,7 +277,7 @@ class KVCache:
         given = Options(causal=k is not None, **options)
         arrays = (q,) if k is v is None else (q, k, v)
         if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
-            result = repeated(self, layer, arrays, given, return_lse)
+            result = run_again(self, layer, arrays, given, return_lse)
             if result is not None:
                 return result
         layer = self._layer(layer)
@@ -287,28 +292,22 @@ class KVCache:
         return self._grow(layer, k, v, counts, query)
 
     def _read(self, layer: int, query: Query) -> Any:
-        """Queries over what is stored."""
-        self._storage.check_capture({"q_lengths": query.lengths})
+        """Computes what queries see of the stored tokens."""
+        if self._storage.lengths is not None:
+            self._storage.lengths.check_capture({"q_lengths": query.lengths})
         lengths, written = self._now()[layer]
         piece = piece_of(query, lengths, lengths, written, self._ring)
-        return attended(self._storage, layer, query, [piece], None, None)
+        return attend_pieces(self._storage, layer, query, [piece], None, None)
 
     def _grow(self, layer: int, k: Any, v: Any, counts: list[int], query: Query | None) -> Any:
-        """New tokens, and what a query then sees; all of it or nothing.
+        """Stores new tokens, and computes what a query then sees."""
+        storage, ring, undo = self._storage, self._ring, {}
 
-        Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of
-        plain stores, operators and returns. Claims are made and released, and everything takes effect, in such runs.
-        """
-        claims, mine, claimed, undo, storage, result = self._claims, {layer}, False, {}, self._storage, None
-        try:
-            if claims & mine:
-                raise busy(layer)
-            claims |= mine
-            claimed, undo = True, self._undo
+        def change() -> Any:
             lengths, written = self._now()[layer]
             totals = new_totals(layer, lengths, counts, self.capacity)
-            after = totals, self._ring.reached(written, totals)
-            before = storage.before(layer, lengths, self._ring.overwritten(written, totals))
+            after, result = (totals, ring.reached(written, totals)), None
+            before = storage.before(layer, lengths, ring.overwritten(written, totals))
             if before is not None:
                 undo[layer] = before
             if query is None:
@@ -316,33 +315,25 @@ class KVCache:
             else:
                 n_new = k.shape[2]
                 pieces = (
-                    pieces_of(n_new, lengths, counts, PIECE if self._ring.size else max(n_new, 1))
+                    pieces_of(n_new, lengths, counts, PIECE if ring.size else max(n_new, 1))
                     if query.lengths is None
-                    else [piece_of(query, lengths, *after, self._ring)]
+                    else [piece_of(query, lengths, *after, ring)]
                 )
-                result = attended(storage, layer, query, pieces, k, v)
-            self._held[layer] = after  # from here to the return nothing comes between
+                result = attend_pieces(storage, layer, query, pieces, k, v)
+            self._held[layer] = after
             return result
-        except BaseException:
-            if claimed and layer in undo:
-                try:
-                    storage.put_back({layer: undo[layer]})
-                except BaseException:  # another signal came meanwhile: once more
-                    try:
-                        storage.put_back({layer: undo[layer]})
-                    except BaseException:
-                        storage.put_back({layer: undo[layer]})
-            raise
-        finally:
-            if claimed:
-                if layer in undo:
-                    del undo[layer]
-                claims -= mine
+
+        return transact(self, {layer}, change, undo)
+
+    def _busy(self, layers: set[int]) -> CacheBusy:
+        """Makes the error for a second writer, which does not wait."""
+        return CacheBusy(f"layer {min(layers)}: another thread is appending to it. Append from one thread at a time.")
 
     def roll_back(self, layer: int, lengths: Sequence[int]) -> None:
         """Drops what a layer without a window has gained since it had these lengths, as other ranks decide."""
         self._held[layer] = list(lengths), list(lengths)
-        self._storage.set_lengths([lengths for lengths, _ in self._held])
+        if self._storage.lengths is not None:
+            self._storage.lengths.set([lengths for lengths, _ in self._held])
 
     # --- shrinking and copying
 
@@ -408,7 +399,8 @@ class KVCache:
         used = [list(map(self._ring.held, *pair)) for pair in held]
         self._storage.copy_to(new._storage, indices, used)
         lengths = [([n[i] for i in indices], [w[i] for i in indices]) for n, w in held]
-        new._storage.set_lengths([n for n, _ in lengths])
+        if new._storage.lengths is not None:
+            new._storage.lengths.set([n for n, _ in lengths])
         new._held = lengths
         return new
 
@@ -436,7 +428,7 @@ class KVCache:
         Raises:
             FileError: the file is missing, damaged, or something else.
         """
-        storage_of(device)
+        by_name(device)
         where = saved.checked_path(path)
         saved.check_whole(where)
         return saved.opened(where, lambda **sizes: cls(**sizes, device=device))

@@ -1,4 +1,4 @@
-"""What truncate() and keep() leave of sequences: how many tokens, and which of them move."""
+"""truncate() and keep(): the tokens that sequences are left with, which of them move, and the change itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..problem.checks import shorter_lengths
 from ..problem.tokens import Moves
 from ..problem.windows import Ring
-from .query import busy
-from .sharing import Held, shared_pages, with_pages
-from .sharing import busy as busy_sequences
+from .sharing import Held
+from .transaction import transact
 
 _Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
 
@@ -28,7 +27,7 @@ class Left(NamedTuple):
 
 
 def truncated(length: Any, held: list[_Lengths], ring: Ring) -> Left:
-    """What truncate() leaves of a cache."""
+    """Returns what truncate() leaves of a cache."""
     return Left(
         shorter_lengths(
             length,
@@ -39,7 +38,7 @@ def truncated(length: Any, held: list[_Lengths], ring: Ring) -> Left:
 
 
 def kept(indices: Any, start: Any, held: list[_Lengths], ring: Ring) -> Left:
-    """What keep() leaves of a cache."""
+    """Returns what keep() leaves of a cache."""
     starts, paths = paths_of(indices, start, [lengths for lengths, _ in held])
     lengths, moves = [], Moves([], [], [], [])
     for item, (first, path) in enumerate(zip(starts, paths, strict=True)):
@@ -60,8 +59,9 @@ def kept(indices: Any, start: Any, held: list[_Lengths], ring: Ring) -> Left:
 
 
 def paths_of(indices: Any, start: Any, lengths: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """keep()'s arguments for a batch, checked: of every sequence the first token, and those that stay; lengths: per
-    layer.
+    """Checks keep()'s arguments for a batch: returns of every sequence the first token, and those that stay.
+
+    lengths: of each layer.
     """
     batch = len(lengths[0])
     starts, paths = _starts(start, batch), _paths(indices, batch)
@@ -71,14 +71,14 @@ def paths_of(indices: Any, start: Any, lengths: Sequence[Sequence[int]]) -> tupl
 
 
 def path_of(indices: Any, start: Any, least: int) -> tuple[int, list[int]]:
-    """keep()'s arguments for one sequence, of so many tokens in every layer: checked."""
+    """Checks keep()'s arguments for one sequence, which has `least` tokens or more in every layer."""
     (first,), (path,) = _starts(start, 1), _paths(indices, 1)
     _check_path(path, first, least, "")
     return first, path
 
 
 def _starts(start: Any, batch: int) -> list[int]:
-    """Tokens before the speculated ones."""
+    """Checks `start`: of every sequence the tokens before the speculated ones."""
     what = "an int" if batch == 1 else f"one int, or {batch} (one per sequence)"
     if is_one(start):
         return [integer("start", start)] * batch
@@ -89,7 +89,7 @@ def _starts(start: Any, batch: int) -> list[int]:
 
 
 def _paths(indices: Any, batch: int) -> list[list[int]]:
-    """Of every sequence the indices that are kept: one list for all, or one for each."""
+    """Checks `indices`: of every sequence those that are kept, from one list for all, or one for each."""
     what = "ints" + f", or a list of them for each of {batch} sequences" * (batch > 1)
     given = listed(indices, "indices", what)
     if not any([hasattr(x, "__len__") and not is_one(x) and not isinstance(x, np.generic) for x in given]):
@@ -109,7 +109,7 @@ def _index(n: Any) -> int:
 
 
 def _check_path(path: list[int], start: int, least: int, whose: str) -> None:
-    """That there are such tokens, in order."""
+    """Raises unless there are such tokens, in order."""
     if not 0 <= start <= least:
         raise ArgumentError(f"start: expected 0 to {least}, the tokens{whose} in every layer; got {shown(start)}.")
     for before, at in zip([-1, *path], path, strict=False):
@@ -122,92 +122,53 @@ def _check_path(path: list[int], start: int, least: int, whose: str) -> None:
         )
 
 
-# --- which makes it so
+# --- the changes
 
 
-def shorten(cache: Any, wanted: Callable[[], Left]) -> None:
-    """truncate() and keep(): a cache is as wanted() says, all of it or nothing."""
-    claims, mine, claimed, storage, undo, before = cache._claims, cache._every, False, cache._storage, {}, None
-    try:  # as in KVCache._grow
-        if claims & mine:
-            raise busy(min(claims & mine))
-        claims |= mine
-        claimed, undo = True, cache._undo
-        lengths, moves = wanted()
+def shorten(cache: Any, find_left: Callable[[], Left]) -> None:
+    """Makes a cache what find_left() returns: truncate(), keep() and clear()."""
+    storage, undo = cache._storage, {}
+
+    def change() -> None:
+        lengths, moves = find_left()
         after = [(lengths, cache._ring.shortened(old, lengths)) for _, old in cache._held]
-        if moves.to_slot:
-            for layer, (old, _) in enumerate(cache._held):
-                undo[layer] = storage.before_moves(layer, old, moves)
-            for layer in range(cache.layers):
-                storage.move(layer, moves)
-        before = storage.snapshot()
-        storage.set_lengths([lengths] * cache.layers)
+        for layer, (old, _) in enumerate(cache._held):
+            before = storage.before_moves(layer, old, moves)
+            if before is not None:
+                undo[layer] = before
+        for layer in range(cache.layers if moves.to_slot else 0):
+            storage.move(layer, moves)
+        if storage.lengths is not None:
+            storage.lengths.set([lengths] * cache.layers)
         cache._held = after
-    except BaseException:
-        if claimed:
-            try:
-                storage.put_back(undo)
-            except BaseException:  # another signal came meanwhile: once more
-                try:
-                    storage.put_back(undo)
-                except BaseException:
-                    storage.put_back(undo)
-        if before is not None:
-            storage.set_lengths(before)
-        raise
-    finally:
-        if claimed:
-            cache._undo = {}
-            claims -= mine
+
+    transact(cache, cache._every, change, undo)
 
 
 def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
-    """keep() of a sequence: tokens move within its pages, or in copies of shared ones; all of it or nothing."""
-    number, size, storage, held = sequence._number, pool.page_size, pool._storage, pool._held
-    claims, mine, claimed, undo, taken, replaced = pool._claims, {number}, False, {}, [], []
-    try:
-        if claims & mine:
-            raise busy_sequences()
-        claims |= mine
-        claimed = True
+    """Keeps tokens of a sequence: they move within its pages, or in copies of shared ones."""
+    number, size, storage = sequence._number, pool.page_size, pool._storage
+    undo: dict[int, Any] = {}
+    taken: list[int] = []
+
+    def change() -> None:
+        replaced, dropped, held = [], pool._dropped, pool._held
         old = new = pool._of(sequence)
         first, path = path_of(indices, start, min(old.lengths))
         length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
         if moved:
-            written = [moved[0][1]], [length]
-            copies = shared_pages([old], *written, size, pool._others)
-            if copies:  # as in PagePool._grow
-                pool._count_dropped()
-                copies = shared_pages([old], *written, size, pool._others)
+            copies = pool._shared([old], [moved[0][1]], [length])
             if copies:
-                taken = pool._take("keep", len(copies))
-                (new,), replaced = with_pages(storage, [old], [0], copies, taken)
+                (new,), replaced = pool._with_pages("keep", [old], [0], copies, taken)
             places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
             moves = Moves(*map(list, zip(*places, strict=True)))
             for layer in range(pool.layers):
                 undo[layer] = storage.before_moves(layer, [], moves)
-            pool._undo[number] = undo
             for layer in range(pool.layers):
                 storage.move(layer, moves)
         still = -(-length // size)
-        after = Held(new.pages[:still], new.table, [length] * pool.layers)
-        dropped, left = pool._dropped, replaced + new.pages[still:]
-        held[number] = after  # from here on nothing comes between
+        after, left = Held(new.pages[:still], new.table, [length] * pool.layers), replaced + new.pages[still:]
+        held[number] = after
         dropped += [left]
-    except BaseException:
-        if undo:
-            try:
-                storage.put_back(undo)
-            except BaseException:  # another signal came meanwhile: once more
-                try:
-                    storage.put_back(undo)
-                except BaseException:
-                    storage.put_back(undo)
-        if taken:
-            pool._dropped += [taken]
-        raise
-    finally:
-        if claimed:
-            if number in pool._undo:
-                del pool._undo[number]
-            claims -= mine
+
+    transact(pool, {number}, change, undo, taken)

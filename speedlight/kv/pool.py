@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..cpu.memory.records import BLOCK
-from ..engines import storage_of
-from ..errors import ArgumentError, ArgumentTypeError, CacheFull, not_pickled, shown
+from ..engines import by_name
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, not_pickled, shown
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
 from ..problem.options import AnyArray, ArrayOf, Dtype, Ints, StepCall, StepOptions, T, public, refuse_unknown
 from ..problem.problem import Options
-from ..problem.tokens import Batch, TokenShape
-from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of, run_packed
+from ..problem.tokens import BLOCK, Batch, TokenShape
+from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of
+from .running import run_packed
 from .sequence import PagedSequence
-from .sharing import Held, busy, in_place, shared_pages, with_pages
+from .sharing import Held, in_place, shared_pages, with_pages
+from .transaction import transact
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,7 +73,7 @@ class PagePool:
         value_dim: int | None = None,
         device: Any = "cpu",
     ) -> None:
-        engine = storage_of(device)
+        engine = by_name(device).storage()
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = checked_sizes(sizes)
@@ -89,7 +90,7 @@ class PagePool:
         self._handles: dict[int, weakref.ref[PagedSequence]] = {}
         self._gone: dict[int, Any] = {}
         self._claims: set[Any] = set()  # numbers of sequences being written to
-        self._undo: dict[int, dict[int, Any]] = {}  # of those whose tokens are moved: by layer, what was there before
+        self._undo: dict[int, dict[int, Any]] = {}  # of changes in progress: by layer what the storage puts back
         self._dropped: list[list[int]] = []  # released, and counted by whoever needs the free list next
         self._taking = threading.RLock()
         self._free = list(range(self.pages - 1, -1, -1))
@@ -121,9 +122,7 @@ class PagePool:
         """Bytes of the pages that sequences hold; a shared page counts once."""
         return (self.pages - self.free_pages) * self.page_bytes
 
-    # Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of
-    # plain stores, operators and returns. Claims are made and released, pages change hands, and everything takes
-    # effect, in such runs.
+    # Pages change hands in runs of plain stores and operators: see transact().
 
     def _release_gone(self) -> None:
         """Releases the pages of sequences whose handles nobody has."""
@@ -182,8 +181,9 @@ class PagePool:
         """In the child: claims of the parent's threads are dropped, pages that they had taken are free, and what they
         had begun to move is back.
         """
-        for undo in self._undo.values():
-            self._storage.after_fork(undo)
+        if self._storage.device == "cpu":  # a child has no other device
+            for undo in self._undo.values():
+                self._storage.put_back(undo)
         if self._claims:
             held = Counter(page for x in self._held.values() for page in x.pages)
             self._others[:] = [max(held[page] - 1, 0) for page in range(self.pages)]
@@ -196,11 +196,15 @@ class PagePool:
     def sequence(self) -> PagedSequence:
         """A new sequence, without tokens. Its pages return when it is freed, or when nobody has it any more."""
         self._release_gone()
+        return self._add(Held([], self._storage.new_table(), [0] * self.layers))
+
+    def _add(self, content: Held) -> PagedSequence:
+        """Makes the handle of a sequence that holds this."""
         number, handles, held = next(_numbers), self._handles, self._held
-        new, empty = PagedSequence(self, number), Held([], self._storage.new_table(), [0] * self.layers)
+        new = PagedSequence(self, number)
         handle = weakref.ref(new, partial(self._gone.__setitem__, number))
         handles[number] = handle
-        held[number] = empty
+        held[number] = content
         return new
 
     def _of(self, sequence: Any) -> Held:
@@ -227,53 +231,59 @@ class PagePool:
         return check_index("layer", layer, self.layers)
 
     def _fork(self, sequence: PagedSequence) -> PagedSequence:
-        claims, mine, claimed, shared = self._claims, {sequence._number}, False, []
-        try:
-            if claims & mine:
-                raise busy()
-            claims |= mine
-            claimed = True
-            old, others = self._of(sequence), self._others
-            number, handles, held = next(_numbers), self._handles, self._held
-            new = PagedSequence(self, number)
-            handle = weakref.ref(new, partial(self._gone.__setitem__, number))
+        """Makes another sequence of the same pages."""
+        shared: list[int] = []
+
+        def change() -> PagedSequence:
+            old, others, counted = self._of(sequence), self._others, shared
             copied = old._replace(table=self._storage.copied(old.table))
             for page in old.pages:
                 others[page] += 1
-                shared += [page]
-            handles[number] = handle
-            held[number] = copied
-            return new
-        except BaseException:
-            self._dropped += [shared]
-            raise
-        finally:
-            if claimed:
-                claims -= mine
+                counted += [page]
+            return self._add(copied)
+
+        return transact(self, {sequence._number}, change, None, shared)
 
     def _shorten(self, sequence: PagedSequence, length: int | None) -> None:
-        """To so many tokens; None frees it."""
-        held, claims, mine, claimed = self._held, self._claims, {sequence._number}, False
-        try:
-            if claims & mine:
-                raise busy()
-            claims |= mine
-            claimed = True
-            old = self._of(sequence)
+        """Shortens a sequence to so many tokens; None frees it."""
+        number = sequence._number
+
+        def change() -> None:
+            held, dropped, old = self._held, self._dropped, self._of(sequence)
             least = min(old.lengths)
             if length is not None and not 0 <= length <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {shown(length)}.")
             still = -(-(length or 0) // self.page_size)
             left = [old.pages[still:]] if still < len(old.pages) else []
             if length is None:
-                del held[sequence._number]
+                del held[number]
             else:
                 new = Held(old.pages[:still], old.table, [length] * self.layers)
-                held[sequence._number] = new
-            self._dropped += left
-        finally:
-            if claimed:
-                claims -= mine
+                held[number] = new
+            dropped += left
+
+        transact(self, {number}, change)
+
+    def _shared(self, before: list[Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
+        """Returns shared pages that would be written to, once sequences that have gone are counted."""
+        copies = shared_pages(before, starts, totals, self.page_size, self._others)
+        if copies:  # as far as is known: those who shared pages may have gone
+            self._count_dropped()
+            copies = shared_pages(before, starts, totals, self.page_size, self._others)
+        return copies
+
+    def _with_pages(
+        self, wherefore: str, before: list[Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
+    ) -> tuple[list[Held], list[int]]:
+        """Copies on write, as with_pages() does, to pages that it enters into `taken`."""
+        taken += self._take(wherefore, sum(fresh) + len(copies))
+        return with_pages(self._storage, before, fresh, copies, taken)
+
+    def _busy(self, numbers: set[Any]) -> CacheBusy:
+        """Makes the error for a second writer, which does not wait."""
+        return CacheBusy(
+            "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
+        )
 
     def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
         held, layer = self._of(sequence), self._layer(layer)
@@ -293,12 +303,13 @@ class PagePool:
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         given = (k, v)
-        found = self._storage.checked_step(len(sequences), given, PLAIN) if new_lengths is None else None
+        steps = self._storage.steps is not None and new_lengths is None
+        found = self._storage.checked_step(len(sequences), given, PLAIN) if steps else None
         if found is not None:
             return self._grow(layer, sequences, Packed(found[0].counts, k, v, step=found))
         k, v = packed_tokens(self._storage, k, v, None)
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
-        if new_lengths is None:
+        if steps:
             self._storage.remember_put(given, k, v, counts, PLAIN)
         self._grow(layer, sequences, Packed(counts, k, v))
 
@@ -366,7 +377,7 @@ class PagePool:
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         given = Options(causal=k is not None, layout="lhd", **options)
         arrays = (q,) if k is v is None else (q, k, v)
-        usual = new_lengths is q_lengths is out is None
+        usual = new_lengths is q_lengths is out is None and self._storage.steps is not None
         if usual and type(return_lse) is bool:
             found = self._storage.checked_step(len(sequences), arrays, given)
             if found is not None:
@@ -388,50 +399,35 @@ class PagePool:
         return self._grow(layer, sequences, Packed(counts, k, v, query, asked, usual))
 
     def _read(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
-        """Queries over what is stored."""
+        """Computes what queries see of the stored tokens."""
         held = self._several(sequences, [getattr(x, "_number", None) for x in sequences])
         tables, lengths = [x[1] for x in held], [x[2][layer] for x in held]  # by number in half the time
         return run_packed(self._storage, layer, Batch(tables, lengths, lengths, packed.asked), packed)
 
     def _grow(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
-        """New tokens, and what queries then see; all of it or nothing."""
+        """Stores new tokens, and computes what queries then see."""
         numbers = [getattr(x, "_number", None) for x in sequences]
-        claims, mine, claimed, taken = self._claims, set(numbers), False, []
+        counts, size, mine, taken = packed.counts, self.page_size, set(numbers), []
         if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
-        counts, size = packed.counts, self.page_size
-        try:
-            if claims & mine:
-                raise busy()
-            claims |= mine
-            claimed = True
-            held, dropped, others = self._held, self._dropped, self._others
+
+        def change() -> Any:
+            held, dropped, left = self._held, self._dropped, []
             before = self._several(sequences, numbers)
-            starts, totals, longer, roomy = in_place(before, layer, counts, size, others)
+            starts, totals, longer, roomy = in_place(before, layer, counts, size, self._others)
             if packed.asked is not counts and packed.query is not None:
                 check_asked(packed.asked, totals)
-            left = []
             if not roomy:
-                copies = shared_pages(before, starts, totals, size, others)
-                if copies:  # as far as is known: those who shared pages may have gone
-                    self._count_dropped()
-                    copies = shared_pages(before, starts, totals, size, others)
+                copies = self._shared(before, starts, totals)
                 fresh = [max(-(-n // size) - len(x.pages), 0) for x, n in zip(before, totals, strict=True)]
-                needed = sum(fresh) + len(copies)
-                if needed:
-                    taken = self._take(f"layer {layer}", needed)
-                    longer, replaced = with_pages(self._storage, longer, fresh, copies, taken)
+                if copies or any(fresh):
+                    longer, replaced = self._with_pages(f"layer {layer}", longer, fresh, copies, taken)
                     left = [replaced] if replaced else []
             batch = Batch([x[1] for x in longer], starts, totals, counts)
             result = run_packed(self._storage, layer, batch, packed)
             after = dict(zip(numbers, longer, strict=True))
-            held |= after  # from here to the return nothing comes between
+            held |= after
             dropped += left
             return result
-        except BaseException:
-            if taken:
-                self._dropped += [taken]
-            raise
-        finally:
-            if claimed:
-                claims -= mine
+
+        return transact(self, mine, change, None, taken)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..arrays.array import describe
-from ..errors import ArgumentError, CacheBusy
+from ..errors import ArgumentError
 from ..problem.checks import check_flag, check_tokens, item_lengths, new_counts
 from ..problem.problem import Options
-from ..problem.results import Results
-from ..problem.tokens import Batch, Piece
-from ..problem.windows import SPARE, Ring
+from ..problem.tokens import Piece
+from ..problem.windows import Ring
 
 PLAIN = Options()  # of calls that only store
 
@@ -70,19 +68,6 @@ def piece_of(query: Query, before: list[int], after: list[int], written: list[in
     return Piece(slice(0, rows), before, after, None if counts.count(rows) == len(counts) else counts)
 
 
-def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...], k: Any, v: Any) -> Results:
-    """New arrays, or the caller's own where it can be written: apart from q, and from new tokens, of which a later
-    piece may still be to be stored.
-    """
-    q, options, inputs = query.q, query.options, [query.q]
-    if query.out is not None and k is not None:
-        inputs += [describe(x, name, gpu=True) for x, name in ((k, "k"), (v, "v"))]
-    # a lookup may turn out, while kernels run, to be out of range, or be in what they write
-    staged = not (options.mask is options.score is None)
-    shape = (*q.shape[:-1], value_dim)
-    return Results(q, shape, lse_shape if query.return_lse else None, query.out, tuple(inputs), staged)
-
-
 def _turned(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], axis: int) -> str:
     """A sentence for who gives heads and tokens in each other's place."""
     low, high = sorted((1, axis))
@@ -128,7 +113,8 @@ def padded_tokens(
     n_new = k.shape[2]
     if v.shape[2] != n_new:
         raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
-    storage.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
+    if storage.lengths is not None:
+        storage.lengths.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
     return k, v, new_counts(new_lengths, batch, n_new)
 
 
@@ -143,105 +129,3 @@ def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any,
             way = "" if total is None else " Other queries than those of the new tokens are told by q_lengths=."
             raise ArgumentError(f"{name}: expected {wanted} tokens, as q and new_lengths have; got {x.shape[0]}.{way}")
     return k, v
-
-
-def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any, v: Any) -> Any:
-    """Stores a cache's new tokens, if any, and computes what the queries see.
-
-    A chunk too long for a window's ring comes in pieces: each attends before the next overwrites what it sees.
-    Everything is checked before anything is stored.
-    """
-    first = pieces[0]
-    if len(pieces) == 1 and first.counts is query.out is None:
-        q, options = query.given[0], query.options
-        step = storage.step(q, query.q, first.after, options)
-        if step is not None:
-            if query.lengths is None:  # only then a repeated step is known to be right by its shapes
-                storage.remember(step, query.given, query.q, k, v, options)
-            if k is not None:
-                storage.put(layer, first.before, first.new, k, v)
-            lengths = first.before, first.after
-            return step.step(layer, q, [query.q.address], *lengths, query.return_lse, options.seed_word())
-    results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
-    calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
-    for piece, call in zip(pieces, calls, strict=True):
-        if k is not None:
-            part = (k, v) if len(pieces) == 1 else (k[:, :, piece.rows], v[:, :, piece.rows])
-            storage.put(layer, piece.before, piece.new, *part)
-        storage.attend(layer, call, query.q, piece, results)
-    return results.returned()
-
-
-def repeated(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: Any) -> Any:
-    """Fast path of a cache: a call whose shapes, dtypes and options were validated earlier; None for any other.
-
-    arrays: q, or q, k and v, or k and v, which are only stored.
-    """
-    storage, held = cache._storage, cache._held[layer]
-    lengths, written = held
-    found = storage.checked_step(lengths, arrays, options)
-    if found is None or type(return_lse) is not bool:
-        return None
-    step, addresses = found
-    n, seed = step.new, options.seed_word()
-    if not n:
-        return step.step(layer, arrays[0], addresses, lengths, lengths, return_lse, seed)
-    totals = [x + n for x in lengths]
-    if max(totals) > cache.capacity or (cache._ring.size and n > SPARE):
-        return None
-    claims, mine, claimed = cache._claims, {layer}, False
-    try:  # as in KVCache._grow
-        if claims & mine:
-            raise busy(layer)
-        claims |= mine
-        claimed = True
-        if cache._held[layer] is not held:
-            return None  # somebody appended since
-        after = totals, cache._ring.reached(written, totals)
-        result = step.step(layer, arrays[0], addresses, lengths, totals, return_lse, seed)
-        cache._held[layer] = after
-        return result
-    finally:
-        if claimed:
-            claims -= mine
-
-
-def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
-    """Stores a pool's new tokens, if any, and computes what the queries see."""
-    query = packed.query
-    if packed.step is not None:
-        step, addresses = packed.step
-        lists = [x.address for x in batch.tables]
-        if query is None:
-            step.step(layer, None, addresses, batch.before, batch.after, False, 0, lists)
-            return None
-        if step.fits(batch.after):
-            q, lse, seed = query.given[0], query.return_lse, query.options.seed_word()
-            return step.step(layer, q, addresses, batch.before, batch.after, lse, seed, lists)
-        query, k, v = _anew(storage, query)
-        packed = packed._replace(k=k, v=v)
-    if packed.k is not None:
-        storage.put(layer, batch, packed.k, packed.v)
-    if query is None:
-        return None
-    if packed.asked is not packed.counts:
-        batch = batch._replace(counts=packed.asked)
-    if packed.usual:
-        storage.remember(query.given, query.q, packed.k, packed.v, batch, query.options)
-    q = query.q
-    results = results_of(query, storage.shape.value_dim, (q.shape[1], q.shape[0]), packed.k, packed.v)
-    storage.attend(layer, q, batch, query.options, results)
-    return results.returned()
-
-
-def _anew(storage: Any, query: Query) -> tuple[Query, Any, Any]:
-    """For other lengths than a step was prepared for: its arrays, as the first time."""
-    given = query.given
-    query = query_of(storage, given, query.options, query.return_lse, None)
-    k, v = (None, None) if len(given) == 1 else packed_tokens(storage, given[1], given[2], query.q.shape[0])
-    return query, k, v
-
-
-def busy(layer: int) -> CacheBusy:
-    """Raised for a second writer, which does not wait."""
-    return CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")

@@ -46,7 +46,8 @@ class Saved:
         """The tokens, and their lengths."""
         for layer, (keys, values) in enumerate(self.parts):
             storage.fill(layer, keys, values)
-        storage.set_lengths([lengths for lengths, _ in self.held])
+        if storage.lengths is not None:
+            storage.lengths.set([lengths for lengths, _ in self.held])
 
 
 def checked_path(path: Any) -> Path:

@@ -6,11 +6,9 @@ import itertools
 from collections import Counter
 from typing import Any, NamedTuple
 
-from ..errors import CacheBusy
-
 
 class Held(NamedTuple):
-    """What a sequence holds. Never changed: an append makes another.
+    """A sequence's tokens. Never changed: an append makes another.
 
     pages: in order.
     table: the same in the storage's own form, which an append may extend in place.
@@ -28,8 +26,8 @@ new_held = tuple.__new__  # new_held(Held, (…)): in half the time of Held(…)
 def in_place(
     before: list[Held], layer: int, counts: list[int], page_size: int, others: list[int]
 ) -> tuple[list[int], list[int], list[Held], bool]:
-    """Of each sequence its tokens in a layer and how many it will have; what it then holds, if it needs no other pages;
-    and whether that is known of all, as nearly always: what is new goes to one page of its own that is there.
+    """Returns of each sequence its tokens in a layer and how many it will have; what it then holds, if it needs no
+    other pages; and whether none needs any, as nearly always: new tokens go to one page of its own that is there.
     """
     starts, totals, after, roomy = [], [], [], True
     for held, n in zip(before, counts, strict=True):
@@ -49,7 +47,7 @@ def in_place(
 def shared_pages(
     before: list[Held], starts: list[int], totals: list[int], page_size: int, others: list[int]
 ) -> list[tuple[int, int]]:
-    """Shared pages that would be written to, as (index of the sequence, index of its page).
+    """Returns shared pages that would be written to, as (index of the sequence, index of its page).
 
     starts, totals: of each sequence the first token that is written, and one past the last. others: of each page the
     references beyond the first. The last sequence that shares a page writes in place, unless one that leaves has tokens
@@ -75,8 +73,8 @@ def shared_pages(
 def with_pages(
     storage: Any, before: list[Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
 ) -> tuple[list[Held], list[int]]:
-    """Copy on write: each sequence with its fresh pages, and with copies of the shared pages that it writes to; and the
-    pages that were replaced.
+    """Copies on write: returns each sequence with its fresh pages, and with copies of the shared pages that it writes
+    to; and the pages that were replaced.
     """
     left, longer, replaced = iter(taken), [], []
     for index, (held, n) in enumerate(zip(before, fresh, strict=True)):
@@ -93,10 +91,3 @@ def with_pages(
         pages += itertools.islice(left, n)
         longer.append(Held(pages, storage.extended(held.table, pages, len(held.pages), moved), held.lengths))
     return longer, replaced
-
-
-def busy() -> CacheBusy:
-    """Raised for a second writer, which does not wait."""
-    return CacheBusy(
-        "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
-    )

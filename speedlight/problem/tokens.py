@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from .build import Stored
 
+BLOCK = 16  # tokens: the pages of a pool are multiples of it; on the CPU, keys of a block of a cache
+
 
 class TokenShape(NamedTuple):
     """What is stored of every token, in each of `layers` layers."""

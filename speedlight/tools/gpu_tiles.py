@@ -7,7 +7,8 @@ import torch
 import speedlight as sl
 
 from ..arrays import array as arrays
-from ..gpu.prepare import arrays_of, prepare
+from ..gpu.keys import arrays_of
+from ..gpu.prepare import prepare
 from ..gpu.schedule import capability
 from ..gpu.tiles import Tile
 from ..host.machine import interpreting

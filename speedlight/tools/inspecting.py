@@ -12,9 +12,9 @@ import typer
 import speedlight as sl
 
 from .. import engines as engine
-from ..cpu.memory.operands import Strides
 from ..errors import ArgumentError, FileError
 from ..host import machine
+from ..problem.operands import Strides
 from ..problem.plan import Roofs, size_text
 from . import options as opt
 from .options import check_seed, hidden_by, on_unit
@@ -160,7 +160,7 @@ def show(
         batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
         value_dim=value_dim, dtype=dtype, dropout=dropout, seed=seed, **hidden_by(causal, window, mask, score),
     ).problem  # fmt: skip
-    maker = engine.gradients() if backward else engine.of("cpu")
+    maker = engine.cpu().planner(backward=backward)
     how, shape = maker.kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))

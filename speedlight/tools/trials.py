@@ -19,7 +19,6 @@ import numpy as np
 from ..arrays.array import describe, numpy_dtype
 from ..cpu.engine.forward_call import prepare
 from ..cpu.engine.storage import CacheStorage
-from ..cpu.memory.operands import Dense, Rows
 from ..cpu.runtime.tuned import Parts, changed, with_parts
 from ..cpu.runtime.workers import get_threads
 from ..errors import CompileError
@@ -27,6 +26,7 @@ from ..host.machine import Isa
 from ..host.shortcuts import address_of
 from ..host.tunings import TUNINGS, Tuning
 from ..problem.build import from_arrays
+from ..problem.operands import Dense, Rows
 from ..problem.problem import Options
 from ..problem.tokens import Piece, TokenShape
 from ..problem.windows import Ring

@@ -134,7 +134,7 @@ def _where(parts: dict[str, Any], path: Any, missed: bool) -> str:
 
 def _tune_gpu(dtype: str, head_dim: int, kind: str, turns: int, *, as_json: bool) -> None:
     """Prints the tiles: what gpu/tiles.py should say for this device."""
-    engine.resident().device_of("cuda")
+    engine.gpu("device", "device='cpu'").device_of("cuda")
     from . import gpu_tiles
 
     with progress("tiles", None):

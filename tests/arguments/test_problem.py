@@ -198,13 +198,11 @@ def test_devices_must_agree():
         ):
             from_arrays(*wrong, Options())
     with pytest.raises(sl.ArgumentError, match="q: expected an array on the CPU for engine='cpu'; got one on cuda:0"):
-        engine.chosen("cpu", replace(q, device="cuda:0"))
+        engine.is_on_gpu("cpu", replace(q, device="cuda:0"))
     with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'"):
-        engine.chosen("cuda", q)
-    assert (
-        engine.chosen(None, replace(q, device="cuda:0")) == "cuda:0"
-        and engine.chosen(None, q) == engine.chosen("cpu", q) == "cpu"
-    )
+        engine.is_on_gpu("cuda", q)
+    assert engine.is_on_gpu(None, replace(q, device="cuda:0"))
+    assert not engine.is_on_gpu(None, q) and not engine.is_on_gpu("cpu", q)
 
 
 def test_without_triton(monkeypatch):

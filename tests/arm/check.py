@@ -18,7 +18,6 @@ import speedlight as sl
 from speedlight.arrays import array as arrays
 from speedlight.cpu.engine.forward_call import items_of, words_of
 from speedlight.cpu.engine.schedule import schedule
-from speedlight.cpu.memory.operands import Dense, Rows
 from speedlight.cpu.memory.records import ITEM, SLACK, arguments_of
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime.compile import compile_ir, emit, symbol_of
@@ -26,6 +25,7 @@ from speedlight.cpu.runtime.launch import template_of
 from speedlight.host.machine import isa_named
 from speedlight.host.tunings import shipped
 from speedlight.problem.build import from_arrays
+from speedlight.problem.operands import Dense, Rows
 from speedlight.problem.problem import Options
 
 HERE = Path(__file__).parent

@@ -21,16 +21,16 @@ MUTATIONS = (
         "a path is moved in pages that a fork shares",
         "kv/keeping.py",
         """            if copies:
-                taken = """,
+                (new,)""",
         """            if copies == [None]:
-                taken = """,
+                (new,)""",
         "tests/conformance/caches/test_keeping.py -k others_share",
     ),
     Mutation(
         "an interrupted path stays half moved",
         "kv/keeping.py",
-        "undo[layer] = storage.before_moves(layer, old, moves)",
-        "storage.before_moves(layer, old, moves)",
+        "                undo[layer] = before",
+        "                pass",
         "tests/robustness/test_interrupts.py -k 'keep and anywhere'",
     ),
     Mutation(
@@ -154,7 +154,7 @@ MUTATIONS = (
     ),
     Mutation(
         "results may lie in new tokens that are still to be stored",
-        "kv/query.py",
+        "kv/running.py",
         "if query.out is not None and k is not None:",
         "if query.out is None and k is not None:",
         "tests/arguments/test_arrays.py -k over_an_argument",

@@ -218,7 +218,7 @@ def test_a_path_of_a_tree(rng, dtype):
                 cache.append(layer, of(k), of(v))
                 cache.append(layer, of(k[:, :, :30]), of(v[:, :, :30]), new_lengths=[30, 20])
             cache.keep([[0, 2, 5, 25], [1]], start=70)
-        assert there.lengths(1) == here.lengths(1) == (74, 71) == tuple(there._storage.device_lengths[1].tolist())
+        assert there.lengths(1) == here.lengths(1) == (74, 71) == tuple(there._storage.lengths.tensor[1].tolist())
         for part in ("keys", "values"):
             got, want = (getattr(x, part)(1) for x in (there, here))
             assert plain(got.cpu()).tobytes() == plain(want).tobytes()
@@ -269,7 +269,7 @@ def test_an_exception_anywhere_in_a_path(rng):
 
     def state():
         held = [(x.keys(1).numpy().tobytes(), x.values(0).numpy().tobytes()) for x in (cache, a, b)]
-        return held, cache.lengths(0), a.length(), pool.free_pages, cache._storage.device_lengths.tolist()
+        return held, cache.lengths(0), a.length(), pool.free_pages, cache._storage.lengths.tensor.tolist()
 
     before = state()
     for call in (lambda: cache.keep([2, 5], start=20), lambda: a.keep([2, 5], start=20)):
@@ -335,7 +335,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def everything_is_there(self):
         assert (
-            self.cache.lengths(0) == tuple(map(len, self.held)) == tuple(self.cache._storage.device_lengths[0].tolist())
+            self.cache.lengths(0) == tuple(map(len, self.held)) == tuple(self.cache._storage.lengths.tensor[0].tolist())
         )
         keys = self.cache.keys(0).cpu().numpy()
         for i, h in enumerate(self.held):

@@ -18,7 +18,6 @@ from speedlight.arrays import array as arrays
 from speedlight.cpu.engine import backward_call as gradients
 from speedlight.cpu.engine.forward_call import prepare
 from speedlight.cpu.engine.schedule import schedule
-from speedlight.cpu.memory.operands import Dense, Operands, Rows, Strides
 from speedlight.cpu.runtime.compile import symbol_of
 from speedlight.cpu.runtime.tuned import tuning_of
 from speedlight.host import machine
@@ -26,6 +25,7 @@ from speedlight.host.machine import current_isa, isa_named
 from speedlight.host.tunings import TUNINGS
 from speedlight.problem.build import from_arrays
 from speedlight.problem.gradients import Asked
+from speedlight.problem.operands import Dense, Operands, Rows, Strides
 from speedlight.problem.problem import LAYOUTS, Options
 
 

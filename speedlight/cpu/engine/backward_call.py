@@ -15,9 +15,10 @@ from ...host.rounding import standard
 from ...host.shortcuts import address_of
 from ...problem.build import Stated
 from ...problem.gradients import SINKS, Asked
+from ...problem.operands import Operands, Strides, step_of_items, stride_of
 from ...problem.plan import Plan, Run, pair_flops, plan_of
 from ...problem.problem import FAR_LSE, LAYOUTS, QUERY_BLOCK, Problem
-from ..memory.operands import Operands, Strides, step_of_items, steps, stride_of
+from ..memory.operands import steps
 from ..memory.records import BACKWARD, GRADIENTS, GradientItem
 from ..memory.shape import Kind, Shape
 from ..runtime.compile import symbol_of

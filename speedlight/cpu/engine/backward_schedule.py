@@ -9,9 +9,9 @@ import numpy as np
 from ...expressions.program import Program
 from ...host.machine import PRODUCTS, Isa, number_bytes
 from ...host.tunings import Ranges, Tuning
+from ...problem.operands import Strides
 from ...problem.problem import QUERY_BLOCK, TILE, Problem
 from ..kernels.score_backward import needs_raw
-from ..memory.operands import Strides
 from ..memory.records import (
     BACKWARD_PANEL,
     BACKWARD_SCRATCH,

@@ -16,13 +16,14 @@ from ...errors import ArgumentError
 from ...expressions.program import Program
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
+from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
 from ...problem.plan import Plan, Roofs, Run, plan_of
 from ...problem.problem import LAYOUTS, TILE, Problem
 from ...problem.results import ResultForm
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
-from ..memory.operands import Dense, Paged, Rows, Strides, steps
+from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
 from ..memory.records import ENDLESS, ITEM, NEW, STATE, Item, arguments_of
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
@@ -34,13 +35,16 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 
 
 @standard
-def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
+def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa) -> Call:
     """Prepares everything that addresses don't change."""
+    keys = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
     how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     form = ResultForm.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
-    return Call(problem, how, words, items, form, cached=isinstance(keys, Paged) and keys.pages.lanes)
+    call = Call(problem, how, words, items, form, cached=isinstance(keys, Paged) and keys.pages.lanes)
+    call.machine = threads, isa.name
+    return call
 
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
@@ -85,6 +89,7 @@ class Call:
     ) -> None:  # fmt: skip
         """form: of its results. cached: keys and values lie as in a cache."""
         self.problem, self.how, self.items, self.form, self.sinks = problem, how, items, form, _sinks(problem)
+        self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
         seconds = _guessed_seconds(problem, how)
         threads = threads_for(seconds, how.threads, wants)
@@ -200,7 +205,7 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         "divisor": bits_of(problem.dropout_divisor, number),
     }
     words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)
-    words |= keys.words() | dict(how.words)
+    words |= words_of_keys(keys) | dict(how.words)
     return words | (upcoming_of(problem, how, words) if how.kind == "forward" else {})
 
 
@@ -288,7 +293,7 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         out_at=first * rows.out_strides[axis],
         lse_at=first * lse,
         index=np.arange(batch) if problem.items is None else np.array(problem.items, np.int64),
-        **keys.places(batch),
+        **columns_of_keys(keys, batch),
     )
     table = np.stack(items, axis=1)
     if problem.rows is not None and batch and not problem.partial:

@@ -10,8 +10,8 @@ from typing import Literal
 
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import Decoding, Tuning
+from ...problem.operands import Strides
 from ...problem.problem import SPAN, TILE, Problem
-from ..memory.operands import Strides
 from ..memory.records import DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, DecodeSizes, ForwardSizes, placed
 
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
@@ -86,9 +86,8 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     vectors = min((3, 2, 1), key=lambda n: _blocks(rows, lanes * n) * n / wants.worth[n - 1])
     panel = lanes * vectors
     stage_keys, stage_values = _staged(problem, product, strides)
-    cached = strides.pages is not None and strides.pages.lanes
     # a cache's values are staged where pages part a tile
-    sizes = _sizes(problem, isa, vectors, tiles.keys[vectors - 1], (stage_keys, stage_values or cached))
+    sizes = _sizes(problem, isa, vectors, tiles.keys[vectors - 1], (stage_keys, stage_values or strides.is_cached))
     scratch, fixed = placed(FORWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(PANEL, sizes)
     fits = (level2_bytes() * 5 // 8 - fixed) // panel_bytes
@@ -135,10 +134,8 @@ def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, boo
     """Returns whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
     paired = PRODUCTS[product] > 1
     direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
-    paged = strides.pages is not None
-    cached = strides.pages is not None and strides.pages.lanes
-    keys = paged or not direct or strides.strided_keys or problem.head_dim % PRODUCTS[product] != 0
-    values = not direct or strides.strided_values or (not cached and (paired or paged))
+    keys = strides.is_paged or not direct or strides.strided_keys or problem.head_dim % PRODUCTS[product] != 0
+    values = not direct or strides.strided_values or (not strides.is_cached and (paired or strides.is_paged))
     return keys, values
 
 

@@ -16,13 +16,14 @@ from ...arrays.array import Array, numpy_dtype
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
+from ...problem.operands import Rows
 from ...problem.prepared import Prepared
 from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
 from ...problem.results import Results
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import Ring
 from ..memory.blocks import make_stores
-from ..memory.operands import Paged, Pages, Rows
+from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.workers import get_threads
 from .append_call import AppendCall, Blocks, New
@@ -35,7 +36,7 @@ _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them
 
 
 def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
-    """New tokens, and the name of their dtype."""
+    """Returns new tokens, and the name of their dtype."""
     if type(x) is not np.ndarray or not x.dtype.isnative:
         x = arrays.describe(x, name).numpy()
     return x, x.dtype.name
@@ -67,19 +68,19 @@ def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
 
 
 def _blocks(self: CacheStorage | PoolStorage, layer: int, where: Any) -> _Undo:
-    """What put_back() needs: these blocks will be written over."""
+    """Copies blocks that will be written over, for put_back()."""
     return where, self.keys[layer].memory[where], self.values[layer].memory[where]
 
 
-def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
-    """What put_back() needs, as before() gives it; of keep()."""
+def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo | None:
+    """Copies what moves write over, for put_back(); None where nothing moves."""
+    if not moves.to_slot:
+        return None
     return _blocks(self, layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
 
 
 def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
-    """Of each layer what was there before. In a forked child, what another thread of the parent had begun to write
-    over.
-    """
+    """Restores each layer; in a forked child, what another thread of the parent had begun to write over."""
     for layer, (where, keys, values) in undo.items():
         self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
 
@@ -88,8 +89,9 @@ class CacheStorage:
     """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
     device = name = "cpu"
+    lengths = None  # only the host has them
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
+    move, before_moves, put_back = _move, _before_moves, _put_back
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -104,7 +106,7 @@ class CacheStorage:
         self.steps = Steps()
 
     def _pages(self) -> Pages:
-        """How kernels find a token."""
+        """Returns how kernels find a token."""
         k, v, ring = self.keys[0], self.values[0], self.ring
         heads, items = ([x.memory.strides[axis] for x in (k, v)] for axis in (1, 0))
         more = {"fixed": ring.fixed // TILE, "ring": ring.size // TILE} if ring.size else {}
@@ -121,29 +123,6 @@ class CacheStorage:
             v_item=items[1],
             **more,
         )
-
-    def check_capture(self, lengths: dict[str, Any]) -> None:
-        """A CUDA graph has no part in this."""
-
-    # --- lengths: only the host has them
-
-    def is_ahead(self) -> bool:
-        """Whether a device knows lengths that the host does not."""
-        return False
-
-    def lengths(self) -> list[list[int]] | None:
-        """Those that only a device knows."""
-        return None
-
-    def overflowed(self) -> bool:
-        """Whether a device has found no room for tokens; here the host looks before it stores any."""
-        return False
-
-    def snapshot(self) -> Any:
-        return None
-
-    def set_lengths(self, lengths: Any) -> None:
-        """Nothing here depends on them."""
 
     # --- tokens in and out
 
@@ -182,7 +161,7 @@ class CacheStorage:
         return keys, values
 
     def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
-        """What parts() gave."""
+        """Stores what parts() returned."""
         self.keys[layer].fill(keys)
         self.values[layer].fill(values)
 
@@ -197,7 +176,7 @@ class CacheStorage:
     # --- what a failing call has written over
 
     def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """What put_back() needs: these slots will be written over."""
+        """Copies what lies in slots that will be written over, for put_back(); None where there are none."""
         if not slots:
             return None
         return _blocks(self, layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
@@ -205,14 +184,14 @@ class CacheStorage:
     # --- attending
 
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
-        """A piece's call. The problem is checked, nothing is written."""
+        """Prepares a piece's call: the problem is checked, nothing is written."""
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
         stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
         return self._prepare(from_stored(q, stored, options._replace(q_lengths=piece.counts)), q, out_strides)
 
     def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
-        """Runs what prepare() gave; the results are those of the whole chunk."""
+        """Runs what prepare() returned; the results are those of the whole chunk."""
         lse, start, rows = results.lse, piece.rows.start, (_ALL, _ALL, piece.rows)
         part = None
         if lse is not None and piece.rows.stop - start < q.shape[2]:  # kernels write it side by side
@@ -289,8 +268,9 @@ class PoolStorage:
     Blocks are numbered through heads, so that one number times a block's bytes leads there.
     """
 
+    device = "cpu"
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
+    move, before_moves, put_back = _move, _before_moves, _put_back
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()

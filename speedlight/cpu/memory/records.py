@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...problem.problem import QUERY_BLOCK, TILE
+from ...problem.tokens import BLOCK as BLOCK
 
-BLOCK = 16  # keys of a block of a cache: one after another for each element
 SLACK = 8  # numbers past the last of a list of pages: they are read, not used
 PLACES = 192  # addresses of a tile's keys, of what is fetched ahead of it, and what one store may write past them
 ENDLESS = 1 << 62  # tokens or pages: there is no end

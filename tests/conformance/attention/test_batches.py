@@ -13,10 +13,10 @@ import speedlight.torch
 from speedlight.arrays.array import describe
 from speedlight.cpu.engine.forward_call import upcoming_of, words_of
 from speedlight.cpu.engine.schedule import schedule
-from speedlight.cpu.memory.operands import Dense, Rows
 from speedlight.cpu.runtime.tuned import tuning_of
 from speedlight.host.machine import current_isa, level2_bytes
 from speedlight.problem.build import from_arrays
+from speedlight.problem.operands import Dense, Rows
 from speedlight.problem.problem import Options
 
 SINKS = np.array([0.5, -3.0, 20.0, -np.inf])

@@ -19,7 +19,7 @@ from tolerance import assert_within
 import speedlight as sl
 from speedlight import reference
 from speedlight.arrays import array as arrays
-from speedlight.calls import merge as merging
+from speedlight.cpu.engine import merge_call as merging
 from speedlight.host.machine import host_isas
 
 # one, below and above a vector of any unit, several vectors and the tails behind them

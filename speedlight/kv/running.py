@@ -1,0 +1,118 @@
+"""Runs of calls on a storage: piece by piece, as they were prepared before, and of packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays.array import describe
+from ..problem.problem import Options
+from ..problem.results import Results
+from ..problem.tokens import Batch, Piece
+from ..problem.windows import SPARE
+from .query import Packed, Query, packed_tokens, query_of
+from .transaction import transact
+
+
+def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any, v: Any) -> Any:
+    """Stores a cache's new tokens, if any, and computes what the queries see.
+
+    A chunk too long for a window's ring comes in pieces: each attends before the next overwrites what it sees.
+    Everything is checked before anything is stored.
+    """
+    first = pieces[0]
+    if storage.steps is not None and len(pieces) == 1 and first.counts is query.out is None:
+        q, options = query.given[0], query.options
+        step = storage.step(q, query.q, first.after, options)
+        if step is not None:
+            if query.lengths is None:  # only then a repeated step is known to be right by its shapes
+                storage.remember(step, query.given, query.q, k, v, options)
+            if k is not None:
+                storage.put(layer, first.before, first.new, k, v)
+            lengths = first.before, first.after
+            return step.step(layer, q, [query.q.address], *lengths, query.return_lse, options.seed_word())
+    results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
+    calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
+    for piece, call in zip(pieces, calls, strict=True):
+        if k is not None:
+            part = (k, v) if len(pieces) == 1 else (k[:, :, piece.rows], v[:, :, piece.rows])
+            storage.put(layer, piece.before, piece.new, *part)
+        storage.attend(layer, call, query.q, piece, results)
+    return results.returned()
+
+
+def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: Any) -> Any:
+    """Runs a cache's call whose shapes, dtypes and options were validated earlier; returns None for any other.
+
+    arrays: q, or q, k and v, or k and v, which are only stored.
+    """
+    storage, held = cache._storage, cache._held[layer]
+    lengths, written = held
+    found = None if storage.steps is None else storage.checked_step(lengths, arrays, options)
+    if found is None or type(return_lse) is not bool:
+        return None
+    step, addresses = found
+    n, seed = step.new, options.seed_word()
+    if not n:
+        return step.step(layer, arrays[0], addresses, lengths, lengths, return_lse, seed)
+    totals = [x + n for x in lengths]
+    if max(totals) > cache.capacity or (cache._ring.size and n > SPARE):
+        return None
+
+    def change() -> Any:
+        if cache._held[layer] is not held:
+            return None  # somebody appended since
+        after = totals, cache._ring.reached(written, totals)
+        result = step.step(layer, arrays[0], addresses, lengths, totals, return_lse, seed)
+        cache._held[layer] = after
+        return result
+
+    return transact(cache, {layer}, change)
+
+
+def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
+    """Stores a pool's new tokens, if any, and computes what the queries see."""
+    query = packed.query
+    if packed.step is not None:
+        step, addresses = packed.step
+        lists = [x.address for x in batch.tables]
+        if query is None:
+            step.step(layer, None, addresses, batch.before, batch.after, False, 0, lists)
+            return None
+        if step.fits(batch.after):
+            q, lse, seed = query.given[0], query.return_lse, query.options.seed_word()
+            return step.step(layer, q, addresses, batch.before, batch.after, lse, seed, lists)
+        query, k, v = _anew(storage, query)
+        packed = packed._replace(k=k, v=v)
+    if packed.k is not None:
+        storage.put(layer, batch, packed.k, packed.v)
+    if query is None:
+        return None
+    if packed.asked is not packed.counts:
+        batch = batch._replace(counts=packed.asked)
+    if packed.usual:
+        storage.remember(query.given, query.q, packed.k, packed.v, batch, query.options)
+    q = query.q
+    results = results_of(query, storage.shape.value_dim, (q.shape[1], q.shape[0]), packed.k, packed.v)
+    storage.attend(layer, q, batch, query.options, results)
+    return results.returned()
+
+
+def _anew(storage: Any, query: Query) -> tuple[Query, Any, Any]:
+    """Reads a step's arrays as the first time, for other lengths than it was prepared for."""
+    given = query.given
+    query = query_of(storage, given, query.options, query.return_lse, None)
+    k, v = (None, None) if len(given) == 1 else packed_tokens(storage, given[1], given[2], query.q.shape[0])
+    return query, k, v
+
+
+def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...], k: Any, v: Any) -> Results:
+    """Makes new arrays, or checks that the caller's own can be written: apart from q, and from new tokens, of which a
+    later piece may still be to be stored.
+    """
+    q, options, inputs = query.q, query.options, [query.q]
+    if query.out is not None and k is not None:
+        inputs += [describe(x, name, gpu=True) for x, name in ((k, "k"), (v, "v"))]
+    # a lookup may turn out, while kernels run, to be out of range, or be in what they write
+    staged = not (options.mask is options.score is None)
+    shape = (*q.shape[:-1], value_dim)
+    return Results(q, shape, lse_shape if query.return_lse else None, query.out, tuple(inputs), staged)
