@@ -27,7 +27,7 @@ _DLPACK_NAMES = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4,
 
 @dataclass(slots=True)
 class Array:
-    """Where an array lies: address, shape, strides in bytes, dtype name. `owner` keeps it alive."""
+    """An array in memory: address, shape, strides in bytes, dtype name. `owner` keeps it alive."""
 
     name: str
     address: int

@@ -1,1 +1,1 @@
-"""What PyTorch must know to differentiate a call: functions, operators, transforms, higher orders."""
+"""Attention as PyTorch differentiates it: functions, operators, transforms, higher orders."""

@@ -36,7 +36,7 @@ def cast(*tensors: Any) -> Any:
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
+    """Returns whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None

@@ -46,7 +46,7 @@ def text_of(options: Options) -> str:
 
 
 def tensors_of(options: Options) -> list[torch.Tensor]:
-    """What mask and score look up, and numbers that only each call knows, in the order of the text's numbers."""
+    """Returns the tensors that mask and score look up, and numbers that only each call knows, in the text's order."""
     found: list[torch.Tensor] = []
     for name, option in options.given().items():
         if name in _LISTS and is_tensor(option) and is_traced(option):
@@ -136,7 +136,7 @@ def layout_of(text: str) -> str:
 
 
 def is_same_for_items(text: str, tables: list[torch.Tensor]) -> bool:
-    """Whether every item of a batch is treated alike, whichever it is."""
+    """Returns whether every item of a batch is treated alike."""
     kept = _read(text)
     if (
         len(kept.get("layout", "bhld")) == 3
@@ -218,7 +218,7 @@ class Part:
         return self._restored(tables) if self._known is None else self._known
 
     def tells_items(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether it differs from item to item of a batch."""
+        """Returns whether it differs from item to item of a batch."""
         if self.nodes is not None:
             return "b" in [node[3] for node in self.nodes]
         of = self._tables[0]

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a call: one operation. Its masks and scores are looked at once, as they are then.
+"""Calls under torch.compile: one operation. Its masks and scores are looked at once, as they are then.
 
 Dynamo runs in_graph(); the functions that it must not look into, which make text, numbers and tensors of Python
 objects, are marked as constants. What an operation cannot hold leaves the graph, and is computed as it is between two
@@ -35,7 +35,7 @@ _IS_OLD = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _FIRST
 
 
 class _Seen:
-    """What Dynamo has seen of a call: constants of its graph, tensors that each call reads, and why there is none."""
+    """Dynamo's view of a call: constants of its graph, tensors that each call reads, and why there is no graph."""
 
     def __init__(self) -> None:
         self.rest: list[Any] = []

@@ -24,7 +24,7 @@ _MOST_SCORES = 1 << 22  # of a block
 
 
 class Tensors(NamedTuple):
-    """Of a call."""
+    """The tensors of a call."""
 
     q: Any
     k: Any
@@ -46,7 +46,7 @@ def attention_of(form: str, seed: int | None, given: Tensors) -> tuple[torch.Ten
 
 
 def _attention_of(options: Options, tables: list[Table], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of these tensors: q, k, v, what `tables` look up, and sinks, if options have any."""
+    """Returns attention of q, k, v, the tensors that `tables` look up, and sinks, if options have any."""
     q, k, v, *others = tensors
     stated = stated_of(options, q, k, v)
     axes, packed, alone = LAYOUTS[options.layout], options.layout == "lhd", len(options.layout) == 3
@@ -158,14 +158,14 @@ class _Block:
         }
 
     def _visible(self, env: dict[str, Any], tables: dict[Any, Any], number: torch.dtype) -> Any:
-        """Of what shape it has, that broadcasts."""
+        """Returns which pairs are visible, in whatever shape broadcasts."""
         causal = env["j"] <= env["i"] if self.problem.causal else torch.ones(env["i"].shape, dtype=torch.bool)
         if self.problem.mask is None:
             return causal
         return causal & value_of(self.problem.mask.root, env, tables, number, False)
 
     def _factors(self, number: torch.dtype) -> Any:
-        """What dropout multiplies weights by; None without."""
+        """Returns the factors of weights under dropout; None without."""
         p = self.problem
         if not p.dropout:
             return None
@@ -226,7 +226,7 @@ class Recomputed(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Pulled:
-    """What flows back to `count` tensors from the results of a function of theirs."""
+    """The gradients of `count` tensors from the upstream gradients of a function of theirs."""
 
     function: Any
     count: int
@@ -238,7 +238,7 @@ class _Pulled:
 
 @dataclass(frozen=True, eq=False)
 class _Pushed:
-    """What flows forth from `count` tensors: what pulling is pulled by, since it is linear.
+    """The tangents that `count` tensors push forward: the gradient of pulling, since that is linear.
 
     Not torch.func.jvp, since forward mode has one level only.
     """
@@ -269,7 +269,7 @@ def _of_floats(function: Any, tensors: tuple[Any, ...]) -> tuple[Any, list[Any]]
 
 
 def backward_again(form: str, seed: int | None, given: Tensors, flows: tuple[Any, Any], into: Any) -> Any:
-    """What flows back through a backward pass: to tensors, shaped as `given`, and to what flowed into out and lse.
+    """Returns the gradients through a backward pass: of tensors, shaped as `given`, and of the upstream gradients.
 
     `into`: what flows into the gradients of `given`; None: nothing.
     """

@@ -82,12 +82,14 @@ class TransformedBackward(torch.autograd.Function):
 
 
 def _folds(form: str, dims: Any, tables: Any) -> bool:
-    """Whether examples can be items of one batch: sinks and tables are the same for all, and so is every item."""
+    """Returns whether examples can be items of one batch: sinks and tables are the same for all, and so
+    is every item.
+    """
     return not [x for x in dims if x is not None] and is_same_for_items(form, tables)
 
 
 def _shares(given: Any, dims: Any) -> bool:
-    """Whether all items of q have the keys of one."""
+    """Returns whether all items of q share the keys of one."""
     q, k = (x.size(0 if at is None or at % x.ndim else 1) for x, at in zip(given, dims, strict=False))
     return q != k
 
@@ -97,7 +99,7 @@ def _folded(x: Any, at: int | None, count: int) -> Any:
 
 
 def _each(function: Callable[..., Any], given: Any, dims: Any, count: int) -> tuple[Any, ...]:
-    """What a function makes of every example's tensors; of none, what has its shapes and flows back."""
+    """Applies a function to every example's tensors, one by one; of no example the results are empty."""
     examples = [[_one(x, at, n) for x, at in zip(given, dims, strict=True)] for n in range(max(count, 1))]
     return tuple(torch.stack(x)[:count] for x in zip(*[function(*one) for one in examples], strict=True))
 
@@ -111,12 +113,12 @@ _private: Any = torch  # pyright minds its names
 
 
 def is_batched(flows: tuple[Any, ...]) -> bool:
-    """Whether these come of torch.autograd.grad(is_grads_batched=True), whose vmap is not torch.func's."""
+    """Returns whether these come of torch.autograd.grad(is_grads_batched=True), whose vmap is not torch.func's."""
     return any([x is not None and is_legacy_batchedtensor(x) for x in flows])
 
 
 def of_each(function: Callable[..., Any], flows: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a function makes of such flows, example by example."""
+    """Applies a function to such gradients, example by example."""
     torch._C._vmapmode_increment_nesting()
     level = torch._C._vmapmode_decrement_nesting()  # the innermost
 

@@ -103,7 +103,9 @@ def _by_numpy(x: Any, rotation: Rotation) -> Any:
 
 
 def _may_be_cut(x: Any, rotation: Rotation, out: Any) -> bool:
-    """Whether nobody follows the call, and a piece that is written is no part of another that is not yet read."""
+    """Returns whether pieces may be computed in turn: autograd does not record them, and none overwrites
+    a later one.
+    """
     read = [x, rotation.cos, rotation.sin]
     if library(x) is not np:
         known = read if out is None else [*read, out]
@@ -113,7 +115,7 @@ def _may_be_cut(x: Any, rotation: Rotation, out: Any) -> bool:
 
 
 def _may_meet(a: Any, b: Any) -> bool:
-    """Whether two arrays, or tensors on the CPU, lie in memory that overlaps."""
+    """Returns whether two arrays, or tensors on the CPU, may overlap in memory."""
     if library(a) is np:
         return np.may_share_memory(a, b)
     (a_low, a_high), (b_low, b_high) = _ends(a), _ends(b)
@@ -127,7 +129,7 @@ def _ends(x: Any) -> tuple[int, int]:
 
 
 def _by_pieces(x: Any, rotation: Rotation, out: Any) -> None:
-    """The same numbers, a piece after the other: what is between then stays in a core's cache."""
+    """Computes a piece after the other, so that intermediates stay in a core's cache."""
     steps, left = [], max(_PIECE // x.shape[-1], 1)
     for n in reversed(x.shape[:-1]):
         steps.append(min(n, left))

@@ -44,7 +44,7 @@ class _Sent(NamedTuple):
 
 
 class Arrivals:
-    """What a process sends and receives in the rounds of a schedule.
+    """The messages that a process sends and receives in the rounds of a schedule.
 
     Keys are received where they are computed with and sent on from there: one buffer that is computed with, one that is
     passed on, and one into which the next ones come. The caller of keys() lets go of those of the step before.
@@ -65,7 +65,7 @@ class Arrivals:
         self.at = 0  # rounds that were begun
 
     def begin(self, last: float) -> None:
-        """What others want in rounds up to this one is on its way."""
+        """Starts sending what others want in rounds up to this one."""
         self.current = ()
         while self.at < len(self.rounds) and self.rounds[self.at] <= last:
             self._begin(self.rounds[self.at])
@@ -78,7 +78,7 @@ class Arrivals:
         return found
 
     def finish(self) -> None:
-        """What others still want is sent."""
+        """Sends what others still want."""
         self.begin(math.inf)
         for message in (*self.lent, *[x for sent in self.sent for x in sent.messages]):
             self.peers.wait(message)
@@ -224,7 +224,7 @@ class Returns:
             self._add()
 
     def receive(self, before: float) -> None:
-        """What another one has computed in an earlier round may come."""
+        """Starts receiving what another process computed in an earlier round."""
         if not self.expected or self.expected[0].round >= before:
             return
         x = self.expected.pop(0)
@@ -233,7 +233,7 @@ class Returns:
         self.coming = x, self.peers.post([], receives), buffers
 
     def sums(self, step: Step) -> list[torch.Tensor]:
-        """Where a step adds what flows to its keys: the totals of own ones, zeros of others."""
+        """Returns the tensors to which a step adds gradients of its keys: the totals of own ones, zeros of others."""
         ((owner, keys),) = step.fragments
         if owner == self.peers.rank:
             return list(self.total.of(keys))

@@ -154,7 +154,7 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
 def agree_over_mesh(
     peers: MeshGroups, form: dict[str, str], own: tuple[int, ...], error: Exception | None
 ) -> list[tuple[int, ...]]:
-    """What every process says of itself, in the order of ranks. What a row of a mesh raises, all rows hear."""
+    """Gathers every process's numbers, in the order of ranks; an error of one row of a mesh is raised by all rows."""
     row = [own]
     if peers.heads.ranks > 1:
         try:
@@ -179,7 +179,7 @@ class Given(NamedTuple):
     cuts: tuple[int, ...] | None = None  # offsets of sequences of which each is sharded by itself
 
     def checked(self, options: Options) -> tuple[Followed, list[Any], tuple[Array, ...]]:
-        """What this process can tell alone."""
+        """Checks what this process can tell alone."""
         check_shard(self.shard)
         check_flag("exact", self.exact)
         check_flag("return_lse", self.return_lse)
@@ -219,7 +219,7 @@ class Given(NamedTuple):
         return found, read, arrays
 
     def _check_gpu(self, options: Options, q: Array, k: Array, v: Array) -> None:
-        """What the GPU's engine cannot do is told to all, before anything is sent."""
+        """Raises on all processes, before anything is sent, for what the GPU's engine cannot do."""
         if self.exact:
             raise UnsupportedError(
                 "exact: expected False for tensors on a GPU; got True. The bits of one process are a promise of CPUs: "
@@ -232,7 +232,7 @@ class Given(NamedTuple):
         engines.gpu().check_tables(tables_in(options), q.device)
 
     def _check_together(self, options: Options) -> None:
-        """What goes with what."""
+        """Raises unless the arguments go together."""
         packed, heads = options.layout == "lhd", self.peers.heads.ranks
         if self.exact and packed and self.peers.ring.ranks > 1 and (self.method == "ring" or heads > 1):
             raise UnsupportedError(
@@ -247,7 +247,7 @@ class Given(NamedTuple):
             raise ArgumentError("shard: expected 'contiguous' or 'zigzag' for a mesh of two dimensions; got 'stripe'.")
 
     def described(self, arrays: tuple[Array, ...], layout: str) -> dict[str, str]:
-        """What must be the same everywhere, beside the options."""
+        """Returns what must be the same everywhere, beside the options."""
         found = {"call": "attention", "shard": self.shard, "method": self.method, "exact": str(self.exact)}
         found["return_lse"] = str(self.return_lse)  # what flows back from it is everybody's
         for x, given in zip(arrays, (self.q, self.k, self.v), strict=True):

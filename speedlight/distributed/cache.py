@@ -45,7 +45,7 @@ class _Checked(NamedTuple):
 
 
 class _Shorter(NamedTuple):
-    """What truncate() and keep() leave, and what they ask of this rank's own tokens."""
+    """The tokens that truncate() and keep() leave, and what they ask of this rank's own."""
 
     placed: list[list[Placement]]  # of each layer
     start: list[int]
@@ -124,7 +124,7 @@ class KVCache:
 
     @property
     def used_bytes(self) -> int:
-        """Of the tokens that this rank keeps."""
+        """The bytes of the tokens that this rank keeps."""
         return self._local.used_bytes
 
     def lengths(self, layer: int) -> tuple[int, ...]:
@@ -136,11 +136,11 @@ class KVCache:
         return self._sequence(layer, item).length
 
     def counts(self, layer: int, item: int = 0) -> tuple[int, ...]:
-        """Of one sequence, the tokens that each rank keeps."""
+        """Returns how many tokens of one sequence each rank keeps."""
         return self._sequence(layer, item).counts
 
     def positions(self, layer: int, item: int = 0) -> Tensor:
-        """Of one sequence, the positions of this rank's tokens, in the order of keys() and values()."""
+        """Returns the positions of this rank's tokens of one sequence, in the order of keys() and values()."""
         return torch.from_numpy(self._sequence(layer, item).positions(self.rank))
 
     def keys(self, layer: int) -> Any:
@@ -289,7 +289,7 @@ class KVCache:
         self._shorten(shorter.placed, lambda: self._local.truncate(shorter.start))
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
-        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer: as
+        """Keeps, of the tokens from `start` on, those at these indices, and forgets the others, in every layer: as
         speedlight.KVCache.keep(). Every token stays on its rank.
         """
 
@@ -380,7 +380,7 @@ class KVCache:
         return self._placed[self._layer(layer)][check_index("item", item, self.batch)]
 
     def _agreed(self, call: str, checked: Callable[[], _Checked]) -> tuple[Any, list[int]]:
-        """What a call was asked for, and each rank's own number, once all mean the same by it."""
+        """Returns a call's arguments, and each rank's own number, once all ranks agree on them."""
         given, error = _Checked({}), None
         try:
             given = checked()
@@ -423,7 +423,7 @@ class KVCache:
 
 
 def _of_all(layers: list[_Shorter]) -> _Shorter:
-    """What every layer is left with, if it is the same of this rank's tokens in each."""
+    """Returns what every layer is left with, if it is the same of this rank's tokens in each."""
     first = layers[0]
     for n, x in enumerate(layers):
         if (x.start, x.path) != (first.start, first.path):

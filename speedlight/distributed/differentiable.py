@@ -40,7 +40,7 @@ class Core:
 
 
 class Context(NamedTuple):
-    """Of one call."""
+    """The context of one call."""
 
     core: Core
     peers: Any

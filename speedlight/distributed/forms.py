@@ -1,4 +1,4 @@
-"""What a call says, as text that is the same in every process that says the same."""
+"""Forms of calls: text that is equal on processes that make the same call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def form_of(options: Options, more: dict[str, str]) -> dict[str, str]:
 
 
 def entries_of(counts: Sequence[int], **given: Any) -> dict[str, str]:
-    """Of (batch, heads, tokens, dim) that every process has: a digest of the tokens of each, of up to 64 KiB."""
+    """Returns, for (batch, heads, tokens, dim) that every process has, a digest of its tokens, of up to 64 KiB."""
     return {f"entries of {name}": _used(x, counts) for name, x in given.items() if x.nbytes <= _COMPARED}
 
 
@@ -55,7 +55,7 @@ def _value(name: str, x: Any) -> str:
 
 
 def _said(name: str, x: Any) -> list[str]:
-    """Of a mask, or of each score: a function is an expression by now."""
+    """Returns the text of a mask, or of each score: a function is an expression by now."""
     return [_expressed(one) if isinstance(one, Expression) else _entries(_table(one, name)) for one in _each(name, x)]
 
 
@@ -69,7 +69,7 @@ def _each(name: str, x: Any) -> list[Any]:
 
 
 def tables_in(options: Options) -> list[Table]:
-    """What masks and scores look up; dense ones are such, too."""
+    """Returns the tables that masks and scores look up; dense ones are tables, too."""
     given = [(x, name) for name in ("mask", "score") for x in _each(name, getattr(options, name)) if x is not None]
     each = [x.tables if isinstance(x, Expression) else (_table(x, name),) for x, name in given]
     return [table for tables in each for table in tables]

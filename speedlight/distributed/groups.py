@@ -21,7 +21,7 @@ _TAG_BITS = 15, 8, 8  # of a message in its exchange, of that in its call, of th
 
 
 class _Known:
-    """What is kept of a group between calls."""
+    """The state of a group between calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -82,7 +82,7 @@ class Peers:
         return found
 
     def check_carries(self, name: str, device: torch.device) -> None:
-        """That the group has a backend that sends tensors of a device."""
+        """Raises unless the group has a backend that sends tensors of a device."""
         if self.ranks == 1 or (device.type == "cpu" and device in self.group._device_types):
             return
         carries = [x.type for x in self.group._device_types if self.group._get_backend(x).name() != "gloo"]
@@ -170,7 +170,7 @@ class Peers:
 
     @contextlib.contextmanager
     def together(self) -> Any:
-        """What all processes exchange together."""
+        """Exchanges what all processes exchange together."""
         self._check()
         self.known.exchanges += 1
         with self.underway():
@@ -207,7 +207,9 @@ class Peers:
         )
 
     def _answered(self, question: Callable[[], Any], otherwise: Any) -> Any:
-        """What the store says, in time: who keeps it may be the one that is stopped, and then it never answers."""
+        """Returns the store's answer, in time: its keeper may be the process that is stopped, and then it never
+        answers.
+        """
         found: list[Any] = []
         asking = threading.Thread(target=lambda: found.append(question()), daemon=True)
         asking.start()
@@ -226,7 +228,7 @@ class Peers:
         return found
 
     def _first(self, said: str) -> str:
-        """What was said first of this call."""
+        """Returns the first form of this call."""
         try:
             key = f"speedlight/failed/{self.known.calls}"
             return self._store().compare_set(key, "", said).decode() or said
@@ -245,7 +247,7 @@ class Peers:
 
 
 class SingleRank(NamedTuple):
-    """Where nobody else takes part."""
+    """A group of one process."""
 
     rank: int = 0
     ranks: int = 1
@@ -321,7 +323,7 @@ def group_of(group: Any) -> Any:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where words lie that a group's processes tell each other, whatever their tensors are."""
+    """Returns the device of messages that a group's processes exchange, whatever their tensors are."""
     kinds = group._device_types
     if not kinds or torch.device("cpu") in kinds:
         return torch.device("cpu")

@@ -37,7 +37,7 @@ class HeadExchange(NamedTuple):
 
 
 def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
-    """Where heads and lengths are, of q, k and v, or of log-sum-exps."""
+    """Returns the axes of heads and lengths, of q, k and v, or of log-sum-exps."""
     head, length, _ = LAYOUTS[layout][-3:]
     if logarithms:
         return (1, 2) if len(layout) == 4 else (0, 1)
@@ -55,7 +55,7 @@ def scattered(*given: tuple[torch.Tensor, HeadExchange]) -> tuple[torch.Tensor, 
 
 
 class _Messages:
-    """What goes to other processes and comes from them, piece by piece: from where it lies, to where it belongs."""
+    """The pieces that go to other processes and come from them: from where each lies, to where it belongs."""
 
     def __init__(self, x: HeadExchange, what: str) -> None:
         self.x, self.what = x, what
@@ -152,7 +152,7 @@ def _of_heads(tensor: torch.Tensor, heads: tuple[int, ...], dim: int) -> list[to
 
 
 def _in_turn(tensor: torch.Tensor, heads: tuple[int, ...], dim: int) -> list[torch.Tensor]:
-    """The same of a tensor that has these alone."""
+    """Returns the pieces of a tensor that has these heads alone."""
     counts = [count for _, count in _spans(heads)]
     return [tensor.narrow(dim, sum(counts[:n]), count) for n, count in enumerate(counts)]
 

@@ -85,11 +85,11 @@ class _Rows:
         return self.engine.Ending(sinks, counts)
 
     def _alone(self, work: Work) -> bool:
-        """Whether rows meet all of their keys in one call, which ends them; packed ones may meet none in it."""
+        """Returns whether rows meet all of their keys in one call, which ends them; packed ones may meet none in it."""
         return work.begins and work.ends and not self.packed
 
     def step(self, tensors: tuple[torch.Tensor, ...], works: tuple[Work, ...], at: int) -> None:
-        """What is computed with the keys and values of a step, which nobody keeps after it."""
+        """Computes with the keys and values of a step, which are not kept after it."""
         keys = self.engine.arrays_of(*tensors, self.here.layout)
         for work in works:
             into = self._of_run(self.engine.Found(self.out, self.lse), work.run)

@@ -107,7 +107,7 @@ def _looks_at_heads(name: str, x: Any) -> bool:
 
 
 def _of_own_heads(name: str, x: Any, first: int, heads: int) -> Any:
-    """What an option of all heads is for these."""
+    """Returns an option of all heads for these."""
     match name:
         case "sink_logits":
             return x[first : first + heads]
@@ -120,7 +120,7 @@ def _of_own_heads(name: str, x: Any, first: int, heads: int) -> Any:
 
 
 def _heads_of(x: Any) -> int:
-    """Of an array that broadcasts to (batch, q_heads, q_len, k_len)."""
+    """Returns the heads of an array that broadcasts to (batch, q_heads, q_len, k_len)."""
     shape = x.shape if hasattr(x, "shape") else ()
     return shape[-3] if len(shape) > 2 else 1
 

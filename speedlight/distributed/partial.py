@@ -52,7 +52,7 @@ class Asked(NamedTuple):
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def form(self) -> dict[str, str]:
-        """What all ranks have to mean alike."""
+        """Returns what must be equal on all ranks."""
         p = self.problem
         options = Options(mask=p.mask, score=p.score, sink_logits=p.sinks, scale=p.scale, q_lengths=list(p.q_lengths))
         return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"}) | entries_of(p.q_lengths, q=self.q)
@@ -93,7 +93,7 @@ def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placemen
 
 
 def partial(local: KVCache, layer: int, asked: Asked, rank: int) -> tuple[Tensor, Tensor]:
-    """What the queries find among a rank's own tokens: (out, lse)."""
+    """Returns attention of the queries over a rank's own tokens: (out, lse)."""
     q, problem = asked.q, asked.problem
     if not any([x.counts[rank] for x in asked.after]):
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=asked.logs)
@@ -124,7 +124,7 @@ def _moved(x: Expression | None, asked: Asked, rank: int) -> Expression | None:
 
 
 def carried(peers: Peers, local: KVCache) -> dict[str, str]:
-    """Where a rank's tokens lie, if what its queries find there can be sent."""
+    """Returns where a rank's tokens lie, if its partial results can be sent."""
     device = torch.device(local.device)
     peers.check_carries("results", device)
     return {"device": device.type}
@@ -133,7 +133,7 @@ def carried(peers: Peers, local: KVCache) -> dict[str, str]:
 def merged(
     peers: Peers, asked: Asked, value_dim: int, state: tuple[Tensor, Tensor] | None, failed: BaseException | None
 ) -> tuple[Tensor, Tensor]:
-    """What all ranks have found; each hears of a failure on any."""
+    """Merges the partial results of all ranks; a failure on any is raised on each."""
     q, shape = asked.q, (*asked.q.shape[:-1], value_dim)
     rows = math.prod(q.shape[:-1])
     mine = torch.zeros(rows * (value_dim + 1) + 1, dtype=asked.logs, device=q.device)

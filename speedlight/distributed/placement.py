@@ -19,7 +19,7 @@ class Run(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Of a sequence's tokens, who keeps them: runs, of which those of one rank rise; and how many each rank has."""
+    """The ranks of a sequence's tokens: runs, of which those of one rank rise; and how many each rank has."""
 
     runs: tuple[Run, ...]
     counts: tuple[int, ...]
@@ -29,7 +29,7 @@ class Placement(NamedTuple):
         return sum(self.counts)
 
     def positions(self, rank: int) -> np.ndarray:
-        """Of a rank's tokens, in the order in which it keeps them."""
+        """Returns the positions of a rank's tokens, in the order in which it keeps them."""
         own = [np.arange(x.at.start, x.at.stop, x.at.step) for x in self.runs if x.rank == rank]
         return np.concatenate(own) if own else np.empty(0, np.int64)
 
@@ -102,7 +102,7 @@ def kept(old: Placement, start: int, path: Sequence[int]) -> tuple[Placement, di
 
 
 def new_rows(old: Placement, new: Placement, rank: int) -> list[range]:
-    """Of tokens that grown() placed, counted from the first of them, those of a rank."""
+    """Returns a rank's tokens among those that grown() placed, counted from the first of them."""
     n, first = old.length, max(len(old.runs) - 1, 0)
     rows = [range(max(x.at.start - n, 0), x.at.stop - n) for x in new.runs[first:] if x.rank == rank]
     return [x for x in rows if x]
@@ -124,7 +124,7 @@ def as_words(layers: Sequence[Sequence[Placement]]) -> str:
 
 
 def from_words(text: str, ranks: int) -> list[list[Placement]]:
-    """What as_words() gave. Raises ValueError where a token is nobody's, or several ranks'."""
+    """Reads what as_words() gave. Raises ValueError where a token is nobody's, or several ranks'."""
     layers = []
     for own in json.loads(text):
         layers.append([placed([Run(rank, range(*at)) for rank, *at in runs], ranks) for runs in own])
@@ -141,7 +141,7 @@ def room(capacity: int, ranks: int, piece: int) -> int:
 
 
 def check_room(layer: int, old: Sequence[Placement], new: Sequence[Placement], capacity: int, most: int) -> None:
-    """That sequences fit, as a whole and on every rank."""
+    """Raises unless sequences fit, as a whole and on every rank."""
     for item, (before, after) in enumerate(zip(old, new, strict=True)):
         n, free = after.length - before.length, capacity - before.length
         if n > free:

@@ -1,4 +1,4 @@
-"""What a process computes of a call, part by part, in what order: made of the whole sequence's problem. No tensors."""
+"""Schedules of a process: the parts that it computes, in order, made of the whole sequence's problem. No tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sharded(NamedTuple):
 
     @property
     def may_fail(self) -> bool:
-        """Whether a kernel of any process may find an index out of range."""
+        """Returns whether a kernel of any process may find an index out of range."""
         p = self.whole.problem
         tables = [t for x in (p.mask, p.score) if x is not None for t in x.tables]
         return bool(tables) and p.program is not None and p.program.may_fail

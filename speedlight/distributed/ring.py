@@ -41,7 +41,7 @@ class RankContext(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Where lengths are."""
+        """The axis of lengths."""
         return LAYOUTS[self.layout][-2]
 
     @property
@@ -52,7 +52,7 @@ class RankContext(NamedTuple):
         return LocalKeys(tensors, self.sharded.k[self.peers.rank], self.dim)
 
     def queries(self, run: int) -> list[int]:
-        """How many rows of a run each item has."""
+        """Returns how many rows of a run each item has."""
         q, lengths = self.runs[run], self.sharded.whole.problem.q_lengths
         return [len(range(q.start, min(q.stop, n), q.step)) for n in lengths]
 
@@ -72,11 +72,11 @@ class RankContext(NamedTuple):
         return [self] if len(found) == 1 else [self._replace(turn=turn) for turn in found]
 
     def problem(self, of_all: Problem) -> Problem:
-        """The same of the heads of this turn."""
+        """Returns the problem of this turn's heads."""
         return of_all if self.turn is None else of_heads(of_all, self.turn.q, len(self.turn.kv))
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Of q, or what is made of it, the heads of this turn."""
+        """Returns this turn's heads of q, or of what is made of it."""
         return x if self.turn is None else _heads(x, LAYOUTS[self.layout][-3], self.turn.q)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _States:
             self.lse.fill_(-torch.inf)
 
     def step(self, tensors: tuple[torch.Tensor, ...], works: tuple[Work, ...], at: int) -> None:
-        """What is computed with the keys and values of a step, which nobody keeps after it."""
+        """Computes with the keys and values of a step, which are not kept after it."""
         keys = describe(tensors[0], "k"), describe(tensors[1], "v")
         for work in works:
             for n, part in enumerate(work.parts):
@@ -187,7 +187,7 @@ def _forward(
 
 
 class Gradients(NamedTuple):
-    """What flows to this process's q, k and v, and to tables: its share of that."""
+    """The gradients of this process's q, k and v, and its share of those of tables."""
 
     dq: torch.Tensor
     dk: torch.Tensor

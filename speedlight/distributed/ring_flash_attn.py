@@ -93,7 +93,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
         causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
         deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
     ) -> Any:  # fmt: skip
-        """The same of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
+        """Attends over shards, of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
         said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
         return _attended((q, kv), shard, said, return_attn_probs, group)
 
@@ -102,7 +102,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
         causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
         deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
     ) -> Any:  # fmt: skip
-        """The same of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
+        """Attends over shards, of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
         said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
         return _attended((qkv,), shard, said, return_attn_probs, group)
 
@@ -112,7 +112,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
         causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
         deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
     ) -> Any:  # fmt: skip
-        """The same of packed sequences, each of which is sharded by itself.
+        """Attends over shards of packed sequences, each of which is sharded by itself.
 
         Args:
             q: (tokens of this process, nheads, headdim): of every sequence this process's shard, one after the other.
@@ -133,7 +133,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
         causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
         deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
     ) -> Any:  # fmt: skip
-        """The same of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
+        """Attends over shards, of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
         said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
         return _attended((q, kv), shard, said, return_attn_probs, group)
 
@@ -143,7 +143,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
         causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
         deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
     ) -> Any:  # fmt: skip
-        """The same of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
+        """Attends over shards, of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
         said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
         return _attended((qkv,), shard, said, return_attn_probs, group)
 

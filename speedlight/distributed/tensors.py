@@ -142,12 +142,12 @@ class Everywhere(NamedTuple):
         return redistribute(tensor, self.peers, self.held, (self.every,) * self.peers.ranks, self.dim)
 
     def returned(self, flow: torch.Tensor) -> torch.Tensor:
-        """What flows to own ones, of all processes."""
+        """Returns the gradients of own ones, summed over all processes."""
         return redistribute(flow, self.peers, (self.every,) * self.peers.ranks, self.held, self.dim, adding=True)
 
 
 class Exchange(NamedTuple):
-    """Of a tensor to other processes, and of what flows into it back."""
+    """The exchange of a tensor with other processes, and of its gradient back."""
 
     there: Callable[[torch.Tensor], torch.Tensor]
     back: Callable[[torch.Tensor], torch.Tensor]
@@ -213,7 +213,9 @@ def common(held: Runs, wanted: Runs) -> list[tuple[range, range]]:
 
 
 def _both(a: range, b: range) -> range:
-    """What two runs have in common, where one has every position between its ends, or both go by the same step."""
+    """Returns the intersection of two runs, of which one has every position between its ends, or both have the same
+    step.
+    """
     step = max(a.step, b.step)
     coarse = a if a.step == step else b
     first, last = max(a.start, b.start), min(a.stop, b.stop)
@@ -222,7 +224,7 @@ def _both(a: range, b: range) -> range:
 
 
 def _places(run: range, part: range, at: int) -> range:
-    """Where a part of a run lies, which begins at `at`."""
+    """Returns where a part of a run lies, which begins at `at`."""
     first, step = at + (part.start - run.start) // run.step, part.step // run.step
     return range(first, first + len(part) * step, step)
 
@@ -245,7 +247,7 @@ class Memory:
         self.free: list[torch.Tensor] = []
 
     def take(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Of like's dtype, with any numbers."""
+        """Returns memory of like's dtype, with any numbers."""
         for at, x in enumerate(self.free):
             if x.dtype == like.dtype and tuple(x.shape) == tuple(shape):
                 return self.free.pop(at)
@@ -258,7 +260,7 @@ class Memory:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The same in one piece: itself, or a copy."""
+    """Returns the tensor itself if it is contiguous, else a copy."""
     return tensor if tensor.is_contiguous() else mmap_empty(tensor, tensor.shape).copy_(tensor)
 
 

@@ -157,7 +157,7 @@ class Execution(NamedTuple):
         return out, lse
 
     def _followed(self, lse: torch.Tensor) -> torch.Tensor:
-        """What no process returns goes nowhere on the way back, either."""
+        """Returns lse, detached where no process returns it: no gradient flows to it."""
         return lse if self.returns_lse else lse.detach()
 
 
@@ -176,5 +176,5 @@ def _refused_stripes(way: Execution) -> str:
 
 
 def _by_rows(held: tuple[Runs, ...], rows: int, columns: int) -> list[tuple[Runs, ...]]:
-    """Of each row of a mesh, what its processes hold."""
+    """Returns, for each row of a mesh, what its processes hold."""
     return [held[row * columns : (row + 1) * columns] for row in range(rows)]

@@ -1,4 +1,4 @@
-"""What errors say to those who come from other libraries: our names of their arguments, and what differs."""
+"""Hints of errors to those who come from other libraries: our names of their arguments, and what differs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _name(function: Any) -> str:
 
 
 def _home(function: Any) -> str:
-    """What tells a function from the one of the same name that most people call."""
+    """Returns the prefix that tells a function from the one of the same name that most people call."""
     if _over_ranks(function):
         return "speedlight.distributed."
     return "reference." if function.__module__ == "speedlight.reference" else ""

@@ -48,7 +48,7 @@ def pass_on(error: Exception, refusals: type[Exception] | tuple[type[Exception],
 
 
 def has(x: Any, name: str, *attributes: str) -> bool:
-    """Whether an argument has these attributes; of a class none counts. A property may fail as it likes."""
+    """Returns whether an argument has these attributes; a class's own do not count. A property may raise anything."""
     for attribute in () if isinstance(x, type) else attributes:
         try:
             found = hasattr(x, attribute)
@@ -63,7 +63,7 @@ def has(x: Any, name: str, *attributes: str) -> bool:
 
 
 def of_a_handler(error: Exception) -> bool:
-    """Whether a signal handler raised it: Python calls those with the frame that the signal interrupted."""
+    """Returns whether a signal handler raised it: Python calls those with the frame that the signal interrupted."""
     interrupted, trace = None, error.__traceback__
     while trace is not None:
         given = trace.tb_frame.f_locals.values() if interrupted is not None else ()

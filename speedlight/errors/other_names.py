@@ -1,4 +1,4 @@
-"""What other libraries call the arguments of our calls, each with what it is here: the tables of hints.py."""
+"""Other libraries' names of our calls' arguments, each with ours: the tables of advice.py."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _not_interval(ops: Any, node: Any, a: Any) -> Any:
 
 
 def _and_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """Of conditions; either may be unknown (None)."""
+    """Returns the interval of two conditions, either of which may be unknown (None)."""
     if node.kind != "bool":
         return None
     unknown = ops.truth(False), ops.truth(True)
@@ -186,7 +186,7 @@ def _and_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
 
 
 def _or_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """Of conditions; either may be unknown (None)."""
+    """Returns the interval of two conditions, either of which may be unknown (None)."""
     if node.kind != "bool":
         return None
     unknown = ops.truth(False), ops.truth(True)

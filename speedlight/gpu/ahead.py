@@ -120,7 +120,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _assembled(ptx: str, capability: tuple[int, int]) -> str:
-    """What ptxas says of registers, spills and serialised products."""
+    """Returns ptxas' account of registers, spills and serialised products."""
     suffix = "a" if capability[0] >= 9 else ""
     tool = _BIN / ("ptxas-blackwell" if capability[0] >= 10 else "ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:

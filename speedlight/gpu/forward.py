@@ -112,7 +112,7 @@ class Source(NamedTuple):
 
 
 class State(NamedTuple):
-    """Of the online softmax, per row: running_max in units of scores."""
+    """The state of the online softmax, per row: running_max in units of scores."""
 
     running_max: Any
     acc: Any
@@ -120,7 +120,9 @@ class State(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Of a tile: [BN, BLOCK_DV] in their own type; scales [BN] of codes; [BM, BN], which weights dropout keeps."""
+    """The values of a tile: [BN, BLOCK_DV] in their own type; scales [BN] of codes; [BM, BN], which weights dropout
+    keeps.
+    """
 
     b_v: Any
     scale: Any

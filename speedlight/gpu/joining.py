@@ -20,14 +20,14 @@ _ELEMENTS = 1024  # of an accumulator that a program has
 
 
 class Found(NamedTuple):
-    """Of some rows: out (…, value_dim) in the layout of q, and lse ([batch,] heads, rows)."""
+    """The results of some rows: out (…, value_dim) in the layout of q, and lse ([batch,] heads, rows)."""
 
     out: torch.Tensor
     lse: torch.Tensor
 
 
 class State(NamedTuple):
-    """What rows go on from: accumulator as out, float32; stats as lse and two more: running_max, a logit, and
+    """The state of rows: accumulator as out, float32; stats as lse and two more: running_max, a logit, and
     running_sum.
     """
 
@@ -93,7 +93,7 @@ def join(
 
 
 class Ending(NamedTuple):
-    """What rows end with: sinks, float32, one per head; and how many rows of each item are queries, where not all are.
+    """The end of rows: sinks, float32, one per head; and how many rows of each item are queries, where not all are.
 
     Both lie where the rows do; None where there is nothing to say.
     """

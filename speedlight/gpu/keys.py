@@ -40,7 +40,7 @@ class Keys:
         return replace(self, pages=pages, lengths=lengths)
 
     def fit_tma(self, longest: int) -> bool:
-        """Whether tensor descriptors can address them: contiguous rows, aligned to 16 bytes."""
+        """Returns whether tensor descriptors can address them: contiguous rows, aligned to 16 bytes."""
         if self.pages is not None or self.k_scales is not None or self.ring or longest >= 1 << 31:
             return False
         size = self.k.element_size()
@@ -88,7 +88,7 @@ def paged_keys(
 
 
 def is_resident(x: Any, device: str) -> bool:
-    """Whether it is a tensor on that device, which the host would have to wait for."""
+    """Returns whether it is a tensor on that device, which the host would have to wait for."""
     return isinstance(x, torch.Tensor) and str(x.device) == device and (x.is_cuda or interpreting())
 
 

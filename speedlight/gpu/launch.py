@@ -55,7 +55,7 @@ def named_strides(prefix: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured: nothing may wait for the device."""
+    """Returns whether a CUDA graph is being captured: nothing may wait for the device."""
     return not interpreting() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

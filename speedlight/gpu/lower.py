@@ -26,7 +26,9 @@ _POINTERS = {
 
 
 def key_of(program: Program) -> str:
-    """What the text depends on: the structure, the indices that are checked, the tables of contiguous entries."""
+    """Returns what the text depends on: the structure, the indices that are checked, the tables of
+    contiguous entries.
+    """
     adjoin = [table.last_is_one for table in program.tables]
     return f"{program.key}\n{program.narrow} {program.unbounded} {adjoin} {program.checked}"
 
@@ -50,7 +52,7 @@ class _Text:
         return name
 
     def constant(self, value: str) -> str:
-        """The same wherever it is computed: once."""
+        """Names a value that is the same everywhere, and computes it once."""
         text = self.before or self
         if value not in text.constants:
             text.constants[value] = text.let(value)

@@ -101,7 +101,7 @@ class Part:
         }  # fmt: skip
 
     def _constants(self, keys: Keys) -> dict[str, Any]:
-        """What the attention kernel is compiled for."""
+        """Returns the constants that the attention kernel is compiled for."""
         p, how = self.problem, self.how
         return {
             "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)), "BM": how.rows, "BN": how.tile.keys,
@@ -111,7 +111,7 @@ class Part:
         }  # fmt: skip
 
     def _program(self) -> dict[str, Any]:
-        """What scores are multiplied by, and the functions of the mask and the score."""
+        """Returns the factor of scores, and the functions of the mask and the score."""
         factor, sign = _factor(self.problem)
         functions = {n: self.uploads.functions.get(n) for n in ("invariants", "apply", "bounds")}
         numbers = {"ints": self.uploads.words, "floats": self.uploads.floats}
@@ -206,7 +206,7 @@ def _key_arguments(keys: Keys) -> dict[str, Any]:
 
 
 def _factor(p: Problem) -> tuple[float, int]:
-    """What scores are multiplied by in the exponent, never negative; and what q is multiplied by first."""
+    """Returns the factor of scores in the exponent, never negative, and the factor of q before."""
     if p.score is not None:
         return math.log2(math.e), 1
     c = p.scale * math.log2(math.e)

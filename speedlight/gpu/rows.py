@@ -36,7 +36,7 @@ def device_of(device: Any) -> torch.device:
 
 
 def cache_type(dtype: str) -> torch.dtype:
-    """What a cache's tensors are of. Kernels see float8 as bits: not every GPU knows the type."""
+    """Returns the dtype of a cache's tensors. Kernels see float8 as bits: not every GPU knows the type."""
     if dtype == "float64":
         raise UnsupportedError(
             "dtype: expected float32, float16, bfloat16, int8 or float8_e4m3fn on a GPU; got float64."
@@ -82,7 +82,7 @@ class Tokens(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where an item's new tokens go: past its length, in its own rows, in pages, or round a ring."""
+    """The destination of an item's new tokens: past its length, in its own rows, in pages, or round a ring."""
 
     lengths: torch.Tensor
     capacity: int
@@ -99,7 +99,9 @@ class Rows:
     """
 
     def __init__(self, shape: TokenShape, outer: int, tokens: int, device: torch.device, *, tokens_first: bool) -> None:
-        """Of `outer` sequences or pages, so many tokens each; `tokens_first`: the heads of a token adjoin."""
+        """Makes room for `outer` sequences or pages, so many tokens each; `tokens_first`: the heads of a
+        token adjoin.
+        """
         dims = (shape.head_dim, shape.value_dim)
         lies = (outer, tokens, shape.kv_heads) if tokens_first else (outer, shape.kv_heads, tokens)
 
@@ -116,7 +118,7 @@ class Rows:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token: keys and values of all heads, and their scales."""
+        """The bytes of one token: keys and values of all heads, and their scales."""
         return sum(x.element_size() * x[0, :, 0].numel() for x in self.parts)
 
     def keys(self, **more: Any) -> Keys:

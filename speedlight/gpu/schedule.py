@@ -1,4 +1,4 @@
-"""How a device runs a problem: its tile from the table, blocks of rows, splits of keys; and what it cannot run."""
+"""Schedules of a device: the tile from the table, blocks of rows, splits of keys; and what it cannot run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def capability(device: str) -> tuple[int, int]:
 
 
 def check(problem: Problem, device: str, precision: Any) -> None:
-    """What this engine can do, on this device."""
+    """Raises for what this engine cannot do on this device."""
     check_precision(precision)
     if problem.dtype == "float64":
         raise UnsupportedError(
@@ -51,7 +51,7 @@ def check(problem: Problem, device: str, precision: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How the attention kernel takes a problem."""
+    """The attention kernel's schedule of a problem."""
 
     capability: tuple[int, int]
     tile: Tile
@@ -112,7 +112,7 @@ def most_splits(k_len: int) -> int:
 
 
 def _sees_all(p: Problem, keys: Keys) -> bool:
-    """Whether causality hides nothing: one query, at the last key."""
+    """Returns whether causality hides nothing: one query, at the last key."""
     if keys.lengths is not None:
         return max(p.q_lengths) <= 1 and not keys.placed
     for q, k, start in zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True):

@@ -25,7 +25,7 @@ FLAG, RECOMPUTE = tl.constexpr(1), tl.constexpr(2)  # values for NONFINITE
 
 
 class Config(NamedTuple):
-    """What a kernel is compiled for. Assigned as tl.constexpr: else Triton makes tensors of what it holds.
+    """The constants of a kernel. Assigned as tl.constexpr: else Triton makes tensors of what it holds.
 
     NONFINITE: FLAG blocks whose result is not finite, or RECOMPUTE flagged blocks with such values as zeros.
     """
@@ -62,7 +62,7 @@ class Tensor(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What items share. p_items: ITEM words for each, where they differ; p_lengths: of keys, if they are on the device.
+    """The words that items share. p_items: ITEM words for each, where they differ; p_lengths: of keys, on the device.
 
     at_end: for keys that the device counts, the last query is at the last key, whatever q_start says.
     out_rows: rows of the output, where those past q_len are to be zeros.
@@ -187,7 +187,7 @@ def locate_block(pid, batch: Batch, pages: Pages, c: Config):
 
 @triton.jit
 def has_rows(block: Block, c: Config):
-    """Whether anything of the block is to be written."""
+    """Returns whether anything of the block is to be written."""
     live = block.i_rows * c.BM < block.item.out_len * c.PACK
     if c.SPLIT:
         live = live & (block.i_split * split_size(block.item.k_len) < block.item.k_len)

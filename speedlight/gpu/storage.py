@@ -179,7 +179,7 @@ class CacheStorage:
     # --- what a failing call has written over
 
     def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """What put_back() needs, since these slots will be overwritten; None while a CUDA graph is captured."""
+        """Returns what put_back() needs, since these slots will be overwritten; None while a CUDA graph is captured."""
         if capturing():
             return None
         where = slice(None), slice(None), slots
@@ -187,7 +187,7 @@ class CacheStorage:
         return torch.tensor(lengths, dtype=torch.int32), where, below
 
     def put_back(self, undo: dict[int, _Undo]) -> None:
-        """Of each layer what was there before."""
+        """Puts back what each layer had before."""
         for layer, (lengths, where, below) in undo.items():
             self.lengths.tensor[layer].copy_(lengths)
             for part, x in zip(self.rows[layer].parts, below, strict=False):
@@ -274,7 +274,7 @@ class PoolStorage:
         return each.transpose(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].clone()
 
     def put_back(self, undo: dict[int, _Undo]) -> None:
-        """Of each layer what was there before."""
+        """Puts back what each layer had before."""
         for layer, (_, where, below) in undo.items():
             for part, x in zip(self.rows[layer].parts, below, strict=True):
                 part[where] = x

@@ -24,7 +24,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the table says of head dims up to `head_dim`."""
+    """A row of the table: the tile for head dims up to `head_dim`."""
 
     head_dim: int
     full: Tile  # every query sees every key

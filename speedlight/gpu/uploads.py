@@ -1,4 +1,4 @@
-"""What a problem needs on a device, uploaded once: functions, numbers and tables of its mask and score, the items'
+"""A problem's data on a device, uploaded once: functions, numbers and tables of its mask and score, the items'
 words, sinks, classes of tiles.
 """
 
@@ -28,7 +28,7 @@ from .sequence import ITEM
 
 @dataclass(slots=True)
 class Uploads:
-    """What a problem needs on a device."""
+    """A problem's data on a device."""
 
     program: Program | None
     functions: dict[str, Any]
@@ -59,7 +59,7 @@ def functions_of(program: Program) -> dict[str, Any]:
 
 
 def check_tables(tables: Iterable[Any], device: str) -> None:
-    """That kernels on the device can read them."""
+    """Raises unless kernels on the device can read the tables."""
     for table in tables:
         if table.tensor is not None and str(table.tensor.device) != device:
             raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
@@ -181,7 +181,9 @@ def _classified(p: Problem, program: Program, grid: Grid, device: torch.device) 
 def _shown(
     p: Problem, program: Program, item: int, heads: tuple[int, int], grid: Grid, blocks: int, chunks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether tiles are partly, and wholly, visible: what broadcasts to [blocks, tiles], of an item and these heads."""
+    """Returns whether tiles are partly, and wholly, visible: arrays that broadcast to [blocks, tiles],
+    of these heads.
+    """
     i, last_row = np.arange(blocks)[:, None], max(p.q_lengths[item] - 1, 0)
     low = p.q_starts[item] + np.minimum(i * grid.rows // grid.pack, last_row)
     high = p.q_starts[item] + np.minimum(((i + 1) * grid.rows - 1) // grid.pack, last_row)

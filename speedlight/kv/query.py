@@ -25,7 +25,7 @@ class Query(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a call of a pool is to store and to compute."""
+    """The tokens that a call of a pool stores, and its queries."""
 
     counts: list[int]  # new tokens of each sequence
     k: Any
@@ -45,7 +45,7 @@ def query_of(
 
 
 def check_asked(counts: list[int], tokens: list[int]) -> None:
-    """That every query is at a token: those of a sequence end with its last one."""
+    """Raises unless every query is at a token: those of a sequence end with its last one."""
     for item, (asked, n) in enumerate(zip(counts, tokens, strict=True)):
         if asked > n:
             raise ArgumentError(f"q_lengths: expected at most {n}, the tokens of sequence {item} by now; got {asked}.")
@@ -94,7 +94,7 @@ def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], a
 
 
 def check_queries(query: Query, n_new: int) -> None:
-    """That there are as many as new tokens, unless q_lengths= says which there are."""
+    """Raises unless there are as many queries as new tokens, or q_lengths= says which there are."""
     shape = query.q.shape
     if len(shape) == 4 and shape[2] != n_new and query.lengths is None:
         raise ArgumentError(

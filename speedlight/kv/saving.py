@@ -24,7 +24,7 @@ _NAMES = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a file holds, checked."""
+    """The contents of a file, checked."""
 
     sizes: dict[str, int]
     dtype: str
@@ -51,7 +51,7 @@ class Saved:
 
 
 def checked_path(path: Any) -> Path:
-    """Where a cache is saved."""
+    """Returns the path that a cache is saved to."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"path: expected a str or a Path; got {type(path).__name__}.")
     name = os.fspath(path)
@@ -71,7 +71,9 @@ def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
 
 
 def read(path: Path) -> Saved:
-    """What write() wrote. Sizes are held against the file, and against each other, before anything is made of them."""
+    """Reads what write() wrote. Sizes are held against the file, and against each other, before anything is made of
+    them.
+    """
     words = read_metadata(path)
     if words.get("format") != _FORMAT:
         raise FileError(f"{path}: expected a file that KVCache.save() wrote; got format {words.get('format')!r}.")
@@ -104,14 +106,14 @@ def opened(path: Path, made: Callable[..., Any]) -> Any:
 
 
 def check_whole(path: Path) -> None:
-    """That it is not one rank's file."""
+    """Raises if it is one rank's file."""
     words = read_metadata(path)
     if "ranks" in words:
         raise FileError(f"{path} {part_of(path, words)}, on {words['ranks']} ranks.")
 
 
 def part_of(path: Path, words: dict[str, str]) -> str:
-    """What a rank's file is, and which call reads it."""
+    """Returns a description of a rank's file, and which call reads it."""
     name = re.sub(r"\.\d+-of-\d+(?=\.safetensors$)", "", path.name)
     return (
         f"is the part of rank {words.get('rank', '?')} of {words['ranks']} of a cache over ranks; "

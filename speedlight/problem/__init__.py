@@ -1,1 +1,1 @@
-"""What a call asks for: options and arrays become a checked `Problem`; its tiles, its work, its plan."""
+"""Options and arrays of a call, checked and joined to a `Problem`; its tiles, its work, its plan."""

@@ -1,4 +1,4 @@
-"""What a backward call is asked for: a problem, and arrays and names that go with it, checked in one place; and what of
+"""Requests for gradients: a problem, and arrays and names that go with it, checked in one place; and what of
 a call PyTorch's autograd follows.
 """
 
@@ -85,8 +85,8 @@ def check_fresh(tables: Any) -> None:
 
 
 def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
-    """The same with functions traced and lists read, and the tensors and arrays that the call reads where they lie,
-    with their versions: a backward pass must find them as they were.
+    """Freezes options: functions are traced, lists are read. Also returns the tensors and arrays that are read where
+    they lie, with their versions: a backward pass must find them as they were.
     """
     options = known.options
     mask = _expression(options.mask, "mask")

@@ -56,7 +56,7 @@ def _padded_part(p: Problem, q: range, k: range, rows: int) -> Problem:
 
 
 def _striped(p: Problem, q: range, k: range) -> Problem:
-    """Of every n-th row and key: positions are counted in n, so that a row is beside the last key that is not after it.
+    """Restates a problem over every n-th row and key: positions count in n, a row beside the last key not after it.
 
     i = n · i' + c and j = n · j' + d; j <= i where j' <= i', with the starts chosen for that.
     """
@@ -121,7 +121,7 @@ def split_of(q_heads: int, kv_heads: int, ranks: int) -> Split:
 
 
 def of_heads(p: Problem, q: range, kv_heads: int) -> Problem:
-    """The same of some heads: they are counted from 0, what masks and scores call them stays."""
+    """Restates a problem over some heads, counted from 0; masks and scores keep their numbers."""
     mask, score = (
         x if x is None or "h" not in x.root.uses else substituted(x, {"h": (1, q.start)}) for x in (p.mask, p.score)
     )
@@ -130,7 +130,7 @@ def of_heads(p: Problem, q: range, kv_heads: int) -> Problem:
 
 
 def problem_of(p: Problem, split: Split, rank: int) -> Problem:
-    """What a process computes."""
+    """Returns the problem of one process."""
     heads = split.q[rank]
     first = heads[0] if heads else 0
     return of_heads(p, range(first, first + len(heads)), len(split.kv[rank]))

@@ -87,7 +87,7 @@ class PagedOptions(StepOptions, total=False):
 
 
 class AttentionOptions(PagedOptions, total=False):
-    """What to compute, as attention(), attention_backward() and plan() take it: for options that are passed on.
+    """Options of attention(), attention_backward() and plan(), for code that passes them on.
 
     >>> import numpy as np, speedlight as sl
     >>> options: sl.AttentionOptions = {"causal": True, "window": (64, 0)}

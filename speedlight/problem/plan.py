@@ -231,7 +231,7 @@ def plan_of(
 
 
 def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
-    """The same with what it takes over several ranks, at the roofs of this machine."""
+    """Returns the plan with its figures over several ranks, at the roofs of this machine."""
     if plan.roofs is None:
         raise UnsupportedError(f"ranks: expected an engine whose roofs are measured; got {plan.engine}.")
     if plan.problem.dropout:

@@ -100,7 +100,8 @@ _NO_OPTIONS = Options()
 
 
 class Sizes(NamedTuple):
-    """Of q, k and v, whether there are such arrays or not; of a plan at first as they were given, None if left out.
+    """Sizes of q, k and v, whether there are such arrays or not; of a plan at first as they were given, None if left
+    out.
 
     Of layouts without a batch, that is 1.
     """
@@ -138,7 +139,7 @@ def our_causal(causal: Any, q_start: Any) -> Any:
 
 
 def padded_alike(lengths: Any, q_lengths: Any, k_lengths: Any) -> Any:
-    """What `lengths=` says, of queries and of keys: it stands alone."""
+    """Returns `lengths=`, which stands alone, as lengths of queries and of keys."""
     for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
         if x is not None:
             raise ArgumentError(
@@ -196,7 +197,7 @@ class Problem:
 
     @property
     def key_dtype(self) -> str:
-        """Of keys and values in memory, where they are not codes."""
+        """The dtype of keys and values in memory, where they are not codes."""
         return self.widened or self.dtype
 
     @property
@@ -205,17 +206,19 @@ class Problem:
 
     @property
     def dropout_divisor(self) -> float:
-        """Of the weights that dropout leaves; 1 where it leaves none."""
+        """The divisor of the weights that dropout keeps; 1 where it keeps none."""
         return 1.0 - self.dropout if self.dropout < 1 else 1.0
 
     @property
     def roots(self) -> tuple[Node | None, Node | None]:
-        """Of the mask's tree and of the score's."""
+        """The roots of the mask's tree and of the score's."""
         return None if self.mask is None else self.mask.root, None if self.score is None else self.score.root
 
     @lazily
     def program(self) -> Program | None:
-        """What engines lower; None without mask and score. Raises ExpressionError where an integer may leave int64."""
+        """The program that engines lower; None without mask and score. Raises ExpressionError where an integer may
+        leave int64.
+        """
         return Program.of(self.mask, self.score, self.box())
 
     def box(self) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What attention over several ranks would take, before anything runs: every way and sharding that can do it."""
+"""Plans of attention over several ranks, before anything runs: every way and sharding that can do it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSE = 1.01  # ways that take so much longer than the fastest are as good: the
 
 
 class Asked(NamedTuple):
-    """What plan() was asked of ranks."""
+    """The arguments of plan() about ranks."""
 
     ranks: int
     link: Link
@@ -81,7 +81,7 @@ class Spread:
 
     @property
     def speedup(self) -> float:
-        """Of the way, over one rank with all of it."""
+        """The speed-up of the way over one rank with all of it."""
         return self.alone_seconds / self.way.slowest if self.way.slowest else float(self.ranks)
 
 

@@ -81,7 +81,7 @@ def joined(runs: Iterable[range]) -> Runs:
 
 
 def one_after_the_other(each: Sequence[tuple[Runs, ...]], ranks: int) -> tuple[Runs, ...]:
-    """What each process holds of sequences that are packed one after the other, and sharded one by one."""
+    """Returns what each process holds of sequences that are packed one after the other, and sharded one by one."""
     held: list[list[range]] = [[] for _ in range(ranks)]
     first = 0
     for shards in each:
@@ -100,7 +100,7 @@ def whole_of(held: tuple[Runs, ...]) -> Runs:
 
 
 def tokens(runs: Runs) -> int:
-    """How many positions a process holds."""
+    """Returns how many positions a process holds."""
     return sum(map(len, runs))
 
 
@@ -110,7 +110,7 @@ def cut(runs: Runs, most: int) -> Runs:
 
 
 def places(runs: Runs) -> list[int]:
-    """Where each run begins in the memory of who holds them, and where the last ends."""
+    """Returns where each run begins in its holder's memory, and where the last ends."""
     found = [0]
     for run in runs:
         found.append(found[-1] + len(run))

@@ -1,4 +1,4 @@
-"""What caches and pools tell the engines' storage: the shape of a token, pieces of a chunk, a packed batch."""
+"""Storage descriptions that caches and pools give the engines: a token's shape, pieces of a chunk, a packed batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK = 16  # tokens: the pages of a pool are multiples of it; on the CPU, keys 
 
 
 class TokenShape(NamedTuple):
-    """What is stored of every token, in each of `layers` layers."""
+    """The storage of every token, in each of `layers` layers."""
 
     layers: int
     kv_heads: int

@@ -27,11 +27,11 @@ class Ring:
 
     @property
     def tokens(self) -> int:
-        """That there is room for."""
+        """Capacity in tokens."""
         return self.fixed + self.size
 
     def slot(self, position: int) -> int:
-        """Where a token lies, from the start of its sequence's memory."""
+        """Returns the slot of a token, from the start of its sequence's memory."""
         return position if position < self.fixed or not self.size else self.fixed + (position - self.fixed) % self.size
 
     def held(self, length: int, written: int) -> int:
@@ -44,7 +44,7 @@ class Ring:
         return [*range(min(self.keep_first, length)), *range(first, length)]
 
     def in_order(self, stored: Any, lengths: list[int]) -> Any:
-        """Of slots (batch, heads, slot, dim), the tokens that a next one would see, in order; then zeros."""
+        """Returns from slots (batch, heads, slot, dim) the tokens that a next one would see, in order; then zeros."""
         if not self.size:
             for item, n in enumerate(lengths):
                 stored[item, :, n:] = 0
@@ -57,8 +57,8 @@ class Ring:
         return out
 
     def lost(self, position: int, length: int, written: int) -> bool:
-        """Whether of what a query at `position` sees, of a sequence of this length, anything may have been written
-        over.
+        """Returns whether anything that a query at `position` sees may have been overwritten, in a sequence of this
+        length.
 
         written: past the last token that was ever there.
         """
@@ -67,11 +67,11 @@ class Ring:
         return max(position - (self.window or 1) + 1, self.fixed) < min(length, written + SPARE - self.size)
 
     def forgotten(self, position: int, written: int) -> bool:
-        """Whether a token may have been written over."""
+        """Returns whether a token may have been overwritten."""
         return self.fixed <= position < written + SPARE - self.size if self.size else False
 
     def reached(self, written: list[int], totals: list[int]) -> list[int]:
-        """Of sequences that grow to these totals: past the last token that was ever there."""
+        """High-water marks after growing to `totals`."""
         return [max(a, b) for a, b in zip(written, totals, strict=True)] if self.size else totals
 
     def shortened(self, written: list[int], lengths: list[int]) -> list[int]:
@@ -87,7 +87,7 @@ class Ring:
         return sorted(slots)
 
     def mask(self, causal: bool) -> Expression | None:
-        """What the window hides from queries that are, or are not, hidden from later keys anyway."""
+        """Returns the mask of the window, for queries that causality does, or does not, hide from later keys anyway."""
         if self.window is None:
             return None
         limits = window(self.window - 1, 0 if causal else None)

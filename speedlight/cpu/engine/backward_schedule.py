@@ -1,4 +1,4 @@
-"""How this machine runs a pass back through attention: panels, scratch, and what its tickets stand for. Pure."""
+"""Schedules of backward passes: panels, scratch, and what tickets stand for. Pure."""
 
 from __future__ import annotations
 

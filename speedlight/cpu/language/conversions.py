@@ -38,7 +38,7 @@ def narrowed(k: Function, storage: str, x: Value) -> Value:
 
 
 def load_f64(k: Function, storage: str, pointer: Value, offset: Value | int = 0, lanes: int = 0) -> Value:
-    """The same in f64, whatever is stored."""
+    """Loads numbers in f64, whatever is stored."""
     x = load(k, storage, pointer, offset, lanes)
     return x if element_of(x.type) is F64 else k.extend(x, like(x, F64))
 

@@ -60,7 +60,7 @@ def added(k: Function, a: Value | None, b: Value) -> Value:
 
 
 def entries(k: Function, node: Node, base: Value, offset: Value) -> Value:
-    """What is stored at base + offset: one entry, or one a lane."""
+    """Loads what is stored at base + offset: one entry, or one a lane."""
     t = stored_type(node)
     if not isinstance(offset.type, ir.VectorType):
         return k.load(t, base, offset)
@@ -121,7 +121,7 @@ class Stream:
         self.risky = k.variable(k.const(0, I1))
 
     def begin(self, leading: list[Value]) -> dict[int, tuple[Value, Value]]:
-        """Where every lane's row lies; returns which of the leading indices are wrong, by dimension."""
+        """Finds every lane's row; returns which of the leading indices are wrong, by dimension."""
         k, wrong = self.k, {}
         base = Value(k, k.b.ptrtoint(k.load(PTR, self.at).x, I64))
         for d, x in enumerate(leading):
@@ -241,7 +241,7 @@ class Box:
                 done.set(least.get() < most.get())
 
     def all_equal(self, wanted: Value) -> Value:
-        """Whether every entry of floats equals `wanted`, an F64; False where the box was not looked at."""
+        """Returns whether every entry of floats equals `wanted`, an F64; False where the box was not looked at."""
         k, t = self.k, stored_type(self.node)
         compared = F32 if t is F16 else t
         wanted = wanted if compared is F64 else k.narrow(wanted, F32)

@@ -47,7 +47,7 @@ def keeps(k: Function, words: list[Value], drop_below: Value) -> list[Value]:
 
 
 def in_order(k: Function, words: list[Value]) -> list[Value]:
-    """Of counters of as many quads of keys, one after another: the words of the keys, in four vectors."""
+    """Returns, for counters of as many quads of keys, one after another, the words of the keys, in four vectors."""
     (low02, high02), (low13, high13) = (_interleaved(k, words[n], words[n + 2]) for n in (0, 1))
     return [*_interleaved(k, low02, low13), *_interleaved(k, high02, high13)]
 

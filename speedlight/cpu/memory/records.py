@@ -132,7 +132,7 @@ RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # l
 
 
 class ForwardSizes(NamedTuple):
-    """What the parts of the forward kernel's scratch depend on."""
+    """The sizes of the forward kernel's scratch."""
 
     number: int  # bytes of a score or sum
     panel: int  # queries of a panel
@@ -174,7 +174,7 @@ PANEL: Mapping[str, Callable[[ForwardSizes], int]] = {
 
 
 class DecodeSizes(NamedTuple):
-    """What the parts of the decode kernel's scratch depend on."""
+    """The sizes of the decode kernel's scratch."""
 
     number: int  # bytes of a score or sum
     rows: int  # query rows of a kv head
@@ -206,7 +206,7 @@ PREFETCH = Record("q", "out", "k", "v", "positions", "keys")
 
 
 class BackwardSizes(NamedTuple):
-    """What the parts of the backward kernel's scratch depend on."""
+    """The sizes of the backward kernel's scratch."""
 
     number: int  # bytes of a score or sum
     panel: int  # queries of a panel
@@ -292,14 +292,14 @@ def apart(row: Any) -> Any:
 
 
 def together(panel: int) -> int:
-    """How many panels of so many queries add to dK and dV at once: half a block, whose rows the first-level cache holds
-    (48 columns of them, 18 KiB).
+    """Returns how many panels of so many queries add to dK and dV at once: half a block, whose rows the first-level
+    cache holds (48 columns of them, 18 KiB).
     """
     return max(1, QUERY_BLOCK // panel // 2)
 
 
 def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[str, int], int]:
-    """Where each part begins, and where the last ends."""
+    """Returns where each part begins, and where the last ends."""
     places, end = {}, 0
     for name, bytes_of in parts.items():
         places[name] = end
@@ -337,7 +337,7 @@ GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("shares") + 1)  # new fo
 
 
 def arguments_of(kind: str) -> Record:
-    """What a kernel of this kind is called with."""
+    """Returns the record of a kernel's arguments."""
     match kind:
         case "forward":
             return FORWARD

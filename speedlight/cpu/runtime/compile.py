@@ -97,7 +97,9 @@ def kernel_of(shape: AnyShape) -> Kernel:
 
 
 def _structure(shape: Any) -> Any:
-    """What makes the kernel, and nothing else: equal to `shape`, without the arrays and numbers of its expressions."""
+    """Returns what determines the kernel, and nothing else: equal to `shape`, without its expressions' arrays and
+    numbers.
+    """
     program = getattr(shape, "program", None)
     if program is None:
         return shape
@@ -217,7 +219,7 @@ def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:
 
 
 def _in_parts(isa: Isa) -> bool:
-    """Whether a kernel is two object files. Tried where it could be; one is as good."""
+    """Returns whether a kernel is two object files. Tried where it could be; one is as good."""
     return isa.arch == "x86_64" and sys.platform == "linux"
 
 
@@ -291,7 +293,7 @@ def cache_directory() -> Path | None:
 
 
 def _users_directory() -> Path:
-    """Where this system keeps what may be made again: a directory of this user's."""
+    """Returns this user's directory for caches on this system."""
     if sys.platform == "darwin" or sys.platform == "win32":
         from platformdirs import user_cache_path
 
@@ -318,7 +320,7 @@ def cached_kernels() -> dict[Path, int]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a version of speedlight has written it: by its name and its first bytes."""
+    """Returns whether a version of speedlight has written it, by its name and its first bytes."""
     if not _NAME.fullmatch(path.name):
         return False
     try:

@@ -15,7 +15,7 @@ from .compile import lock, objects_of, symbol_of
 
 @functools.cache
 def available() -> bool:
-    """Whether this system has what they are made of."""
+    """Returns whether this system has what threads of ours are made of."""
     if sys.platform != "linux":
         return False
     process = ctypes.CDLL(None)

@@ -32,7 +32,7 @@ _warned = False
 
 
 def tuning_of(isa: Isa) -> Tuning:
-    """What schedules and kernels of a vector unit follow. It stays the same while a process runs, so memos of what was
+    """Returns the tuning of a vector unit. It stays the same while a process runs, so memos of what was
     prepared need no key for it; who uses changed() sees to them.
     """
     try:
@@ -47,7 +47,9 @@ def tuning_of(isa: Isa) -> Tuning:
 
 @contextlib.contextmanager
 def changed(change: Callable[[Tuning], Tuning]) -> Iterator[None]:
-    """Of every vector unit another tuning for what is prepared meanwhile, on any thread: to measure it, or to test."""
+    """Changes the tuning of every vector unit for what is prepared meanwhile, on any thread: to measure
+    it, or to test.
+    """
     global _changes
     before, _changes = _changes, (*_changes, change)
     try:
@@ -72,7 +74,7 @@ def parts_of(tuning: Tuning, base: Tuning) -> Parts:
 
 
 def _measured(isa: Isa) -> Tuning | None:
-    """What is kept, unless SPEEDLIGHT_TUNING says that it does not matter."""
+    """Returns the kept tuning, unless SPEEDLIGHT_TUNING turns it off."""
     wanted = setting("SPEEDLIGHT_TUNING")
     if wanted not in ("", "0", "1"):
         raise ArgumentError(
@@ -83,7 +85,7 @@ def _measured(isa: Isa) -> Tuning | None:
 
 
 def kept_tuning(isa: Isa) -> Tuning | None:
-    """What was measured on this machine and kept, if the file is whole and of these sources; else None."""
+    """Returns the tuning measured on this machine, if its file is whole and of these sources; else None."""
     path = tuning_path(isa)
     data = read_kept(path) if path else None
     if path is None or data is None:
@@ -146,7 +148,7 @@ def keep_tuning(isa: Isa, parts: Parts) -> Path | None:
 
 
 def forget_tuning(isa: Isa) -> bool:
-    """Whether there was one. Of what others may have put there, nothing is deleted."""
+    """Deletes the kept tuning, and returns whether there was one. Other files stay."""
     path = tuning_path(isa)
     if path is None or read_kept(path) is None:
         return False
@@ -171,7 +173,7 @@ def _sum(path: Path, body: bytes) -> bytes:
 
 @functools.cache
 def _sources() -> str:
-    """Of what is tuned: the engine, and the tables that ship."""
+    """Returns a hash of the sources that are tuned: the engine, and the tables that ship."""
     return digest_of(Path(__file__).parents[2], ("cpu", "host")).hex()
 
 
