@@ -13,7 +13,16 @@ from ..engines import by_name
 from ..errors import ArgumentError, CacheBusy, CacheFull, not_pickled
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
-from ..problem.checks import cache_dtype, cache_sizes, check_index, check_list, integer, new_totals, window_size
+from ..problem.checks import (
+    cache_dtype,
+    cache_sizes,
+    check_index,
+    check_list,
+    each_count,
+    integer,
+    new_totals,
+    window_size,
+)
 from ..problem.options import (
     AnyArray,
     ArrayOf,
@@ -330,8 +339,17 @@ class KVCache:
         return CacheBusy(f"layer {min(layers)}: another thread is appending to it. Append from one thread at a time.")
 
     def roll_back(self, layer: int, lengths: Sequence[int]) -> None:
-        """Drops what a layer without a window has gained since it had these lengths, as other ranks decide."""
-        self._held[layer] = list(lengths), list(lengths)
+        """Drops the newest tokens of one layer, so that its sequences have these lengths, one for each. truncate()
+        shortens all layers; this undoes a step of one, which failed on another rank. Not for caches with a window.
+        """
+        layer = self._layer(layer)
+        counts = each_count(lengths, self.batch, "lengths")
+        if self.window is not None:
+            raise ArgumentError("roll_back: expected a cache without a window, which has overwritten tokens.")
+        for item, (n, now) in enumerate(zip(counts, self._now()[layer][0], strict=True)):
+            if not 0 <= n <= now:
+                raise ArgumentError(f"lengths: expected 0 to {now}, the tokens of sequence {item}; got {n}.")
+        self._held[layer] = counts, list(counts)
         if self._storage.lengths is not None:
             self._storage.lengths.set([lengths for lengths, _ in self._held])
 

@@ -137,6 +137,7 @@ CALLS = {
     ("KVCache.length", "layer item"): lambda n: cache().length(n(1), n(1)),
     ("KVCache.keep", "start"): lambda n: stepped(n, lambda x, n: x.keep([n(0), n(1)], start=n(1))),
     ("KVCache.keep", "start, several"): lambda n: stepped(n, lambda x, n: x.keep([[n(0)], []], start=[n(1), n(2)])),
+    ("KVCache.roll_back", "layer lengths"): lambda n: stepped(n, lambda x, n: x.roll_back(n(0), [n(2), n(1)])),
     ("KVCache.truncate", "length"): lambda n: stepped(n, lambda x, n: x.truncate(n(2))),
     ("KVCache.truncate", "length, several"): lambda n: stepped(n, lambda x, n: x.truncate([n(2), n(1)])),
     ("KVCache.select", "batch_indices"): lambda n: stepped(n, lambda x, n: x.select([n(1), n(0)]).keys(0)),
