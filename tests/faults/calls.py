@@ -12,7 +12,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a repeated call is known without its scale",
-        "problem/problem.py",
+        "problem/options.py",
         "type(scale), exactly, layout",
         "type(scale), layout",
         "tests/arguments/test_repeated.py -k option_is_part",

@@ -62,7 +62,7 @@ MUTATIONS = (
     ),
     Mutation(
         "out= is not told to autograd",
-        "problem/results.py",
+        "host/shortcuts.py",
         '    sys.modules["torch"]._C._increment_version((tensor,))',
         "    assert tensor is not None",
         "tests/adapters/torch/test_tensors.py -k autograd",
@@ -84,8 +84,8 @@ MUTATIONS = (
     Mutation(
         "results of repeated calls are contiguous",
         "problem/prepared.py",
-        "out, out_at = fresh(q, self.shape, alike=self.alike, strides=self.strides)",
-        "out, out_at = fresh(q, self.shape)",
+        "out, out_at = fresh(q, form.shape, alike=form.alike, strides=form.strides)",
+        "out, out_at = fresh(q, form.shape)",
         "tests/adapters/torch/test_torch_strides.py -k lie_as",
     ),
 )
