@@ -224,7 +224,8 @@ def public(options: Any = None, *, leaves_graph: bool = True, has_frame: bool = 
 def refuse_unknown(function: Any, given: Mapping[str, Any]) -> None:
     """Raises for the first argument that a public function has no such option for."""
     if not function.options.issuperset(given):
-        raise unknown(function, next(name for name in given if name not in function.options))
+        others = [name for name in given if name not in function.options]
+        raise unknown(function, others[0])
 
 
 def _describe(function: Any, options: Any) -> None:
