@@ -27,7 +27,7 @@ from speedlight.expressions.derivative import flows
 from speedlight.expressions.tree import FLOW, evaluate
 from speedlight.host.machine import host_isas
 from speedlight.problem.gradients import SINKS
-from speedlight.problem.problem import FAR_LSE, QUERY_BLOCK, TILE
+from speedlight.problem.problem import FAR_LSE, QUERY_BLOCK, TILE, Options
 from speedlight.reference.head_backward import is_far
 
 KINDS = (*DTYPES, "bfloat16 dot")
@@ -89,7 +89,7 @@ class Rounding:
 
 def emulated(arrays: Any, returned: Any, grads: Any, options: dict[str, Any], kind: str, rng: Random) -> Any:
     """dq, dk and dv of plain arrays ("bhld"), and `grads`, as docs/numerics.md orders their operations."""
-    case, r = reference.Case(*arrays, options), Rounding(kind)
+    case, r = reference.Case(*arrays, Options(**options)), Rounding(kind)
     flow = reference.Flow(case, arrays[0], returned, grads)
     found = tuple(np.zeros(x.shape, r.type) for x in arrays)
     further = {grad: np.zeros(flow.asked.shape(grad)) for grad in grads}

@@ -18,6 +18,7 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.expressions.tree import evaluate
 from speedlight.host.machine import isa_named
+from speedlight.problem.problem import Options
 
 Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, length, dim) and lse (heads, length)
 
@@ -283,7 +284,7 @@ def seen_keys(p: Combined) -> list[np.ndarray]:
     """Of each item, (kv_heads, k_len): whether any query of the heads of a key may see it, whatever its score is."""
     arrays, options = for_reference(p)
     seen = [np.zeros(x.k.shape[:2], bool) for x in p.parts]
-    for head in reference.Case(*arrays, options).heads():
+    for head in reference.Case(*arrays, Options(**options)).heads():
         seen[int(head.env["b"])][int(head.env["h"]) // head.problem.group] |= may_see(head).any(axis=0)
     return seen
 
@@ -303,7 +304,8 @@ def poisoned(arrays: Sequence[np.ndarray], flow: Sequence[Any], options: dict[st
     """Copies of q, k, v, out, lse, d_out and d_lse: in some of them NaN and infinities wherever no visible pair reads.
     Where other arrays are finite kernels take shorter ways.
     """
-    case, copies = reference.Case(*arrays, options), [None if x is None else x.copy() for x in (*arrays, *flow)]
+    case = reference.Case(*arrays, Options(**options))
+    copies = [None if x is None else x.copy() for x in (*arrays, *flow)]
     rows, keys = (np.zeros(x.shape[:-1], bool) for x in (case.q, case.k))
     own = rows.copy()  # rows that there are; of those that see nothing, lse says so
     for head in case.heads():
