@@ -4,10 +4,12 @@ lost.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -24,6 +26,20 @@ from pools import check_accounts, forget_steps
 import speedlight as sl
 
 MOST = 100_000 if FULL else 8  # places of a call that are tried
+
+
+@pytest.fixture(autouse=True)
+def python_calls_python() -> None:
+    """A torch.compile that raised leaves Dynamo's hook in the interpreter: each call of a Python function is one of C
+    then, after which signals are looked for, between a step's end and its return, too.
+    """
+    api = ctypes.pythonapi
+    if sys.implementation.name == "cpython" and "torch._dynamo" in sys.modules:
+        api.PyInterpreterState_Get.restype = ctypes.c_void_p
+        api._PyInterpreterState_SetEvalFrameFunc.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        api._PyInterpreterState_SetEvalFrameFunc.restype = None
+        itself = ctypes.cast(api._PyEval_EvalFrameDefault, ctypes.c_void_p)
+        api._PyInterpreterState_SetEvalFrameFunc(api.PyInterpreterState_Get(), itself)
 
 
 @pytest.fixture(autouse=True)
