@@ -70,6 +70,7 @@ def of(device: str) -> Engine:
             return gpu()
 
 
+@functools.lru_cache(maxsize=1)
 def cpu() -> Any:
     """Returns the CPU's engine, with what it alone has."""
     with importing:

@@ -279,11 +279,12 @@ class KVCache:
 
         After any exception the cache is as it was.
         """
-        refuse_unknown(KVCache.attend, options)
+        if options:
+            refuse_unknown(KVCache.attend, options)
         if in_graph():
             more = {"new_lengths": new_lengths, "q_lengths": q_lengths, "return_lse": return_lse, "out": out}
             return outside(KVCache.attend, self, layer, q, k, v, **more, **options)
-        given = Options(causal=k is not None, **options)
+        given = Options.of_step(k is not None, "bhld", options)
         arrays = (q,) if k is v is None else (q, k, v)
         if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
             result = run_again(self, layer, arrays, given, return_lse)

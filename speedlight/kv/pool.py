@@ -370,12 +370,13 @@ class PagePool:
 
         After any exception the pool and its sequences are as they were.
         """
-        refuse_unknown(PagePool.attend, options)
+        if options:
+            refuse_unknown(PagePool.attend, options)
         if in_graph():
             more = {"new_lengths": new_lengths, "q_lengths": q_lengths, "return_lse": return_lse, "out": out}
             return outside(PagePool.attend, self, layer, sequences, q, k, v, **more, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        given = Options(causal=k is not None, layout="lhd", **options)
+        given = Options.of_step(k is not None, "lhd", options)
         arrays = (q,) if k is v is None else (q, k, v)
         usual = new_lengths is q_lengths is out is None and self._storage.steps is not None
         if usual and type(return_lse) is bool:

@@ -74,6 +74,11 @@ class Options(_Fields):
                 given |= {"q_lengths": both, "k_lengths": both}
         return cls(**given)
 
+    @classmethod
+    def of_step(cls, causal: bool, layout: str, given: Mapping[str, Any]) -> Options:
+        """Returns the options of a step of a cache or pool."""
+        return cls(causal=causal, layout=layout, **given) if given else _STEPS[causal, layout]
+
     def given(self) -> dict[str, Any]:
         """Returns the options that are not their defaults."""
         pairs = zip(self._fields, self, strict=True)
@@ -97,6 +102,7 @@ class Options(_Fields):
 
 new_options = tuple.__new__  # new_options(Options, (…)) of all fields: in half the time of Options(…)
 _NO_OPTIONS = Options()
+_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
 
 
 class Sizes(NamedTuple):
