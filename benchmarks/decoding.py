@@ -12,7 +12,7 @@ import numpy as np
 from peers import DECODE as PEERS
 
 import speedlight as sl
-from speedlight.arrays.array import CODES
+from speedlight.arrays.dtypes import CODES
 from speedlight.tools.measuring import PEER_SLACK, measure, quantiles, wrong
 from speedlight.tools.peers import Asked, Call, usable
 

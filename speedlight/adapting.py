@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arrays.array import DTYPES
+from .arrays.dtypes import DTYPES
 from .errors import Error, UnsupportedError, has, pass_on, rename, shown
 from .expressions.tables import table
 from .expressions.tracing import Expression, expression

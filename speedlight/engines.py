@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .arrays.array import Array
+from .arrays.memory import Array
 from .errors import ArgumentError, UnsupportedError, how_to_install, shown
 from .host.forks import importing
 from .host.machine import interpreting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from .arrays import array as arrays
+from .arrays.torch_tensors import is_followed, is_tensor
 from .calls import dense
 from .errors import UnsupportedError
 from .host.forks import importing
@@ -149,7 +149,7 @@ def attention(
         mask, score, sink_logits, scale, dropout, seed, causal, window, q_start, layout, cu_seqlens_q, q_lengths,
         k_start, cu_seqlens_k, k_lengths, precision,
     ))  # fmt: skip  # in the order of the list
-    if arrays.is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
+    if is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
         with importing:
             from .autograd.attending import cast
 
@@ -164,9 +164,9 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
         return results
     check_flag("return_lse", return_lse)
     options = options.spelled()
-    if on_gpu or (key is None and arrays.is_tensor(q)):
+    if on_gpu or (key is None and is_tensor(q)):
         known = followed(options)
-        if known or any([arrays.is_tensor(x) and arrays.is_followed(x) for x in (q, k, v)]):
+        if known or any([is_tensor(x) and is_followed(x) for x in (q, k, v)]):
             return _differentiate(q, k, v, known, return_lse, out)
         options = known.options
     return dense.attend_anew(q, k, v, options, return_lse, out, key, on_gpu)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import Error, FileError, UnsupportedError, pass_on
 from ..host.forks import importing
-from .array import numpy_dtype
+from .dtypes import numpy_dtype
 
 _UNPACKED, _RATIO = (
     64 << 20,

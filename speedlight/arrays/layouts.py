@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .array import Array
+from .memory import Array
 
 AXES = {
     "bhld": "(batch, heads, length, head_dim)",

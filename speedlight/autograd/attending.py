@@ -9,7 +9,8 @@ import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..arrays.array import is_tensor, is_traced, listed
+from ..arrays.array import listed
+from ..arrays.torch_tensors import is_tensor, is_traced
 from ..calls.backward import gradients_of
 from ..calls.dense import attend
 from ..errors import ArgumentTypeError, UnsupportedError

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays.array import is_tensor, is_traced, listed
+from ..arrays.array import listed
 from ..arrays.integers import integer, is_one, whole
+from ..arrays.torch_tensors import is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expressions.operations import KINDS, OPERATIONS
 from ..expressions.tables import Table

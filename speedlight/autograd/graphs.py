@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from ..arrays.array import is_tensor
+from ..arrays.torch_tensors import is_tensor
 from ..errors import UnsupportedError, pass_on
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression

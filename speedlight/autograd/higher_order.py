@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays.array import Array
+from ..arrays.memory import Array
 from ..expressions.tables import Table, plainly
 from ..problem.build import Stated, from_arrays
 from ..problem.philox import kept

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..arrays.array import is_traced
+from ..arrays.torch_tensors import is_traced
 from ..expressions.operations import INT_MAX, INT_MIN, MOST_ANGLE
 from ..expressions.tree import Node, order, out_of_range
 

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 
 from .. import engines
-from ..arrays.array import Array, conversion, describe, is_tensor
+from ..arrays.array import describe
+from ..arrays.dtypes import conversion
+from ..arrays.memory import Array, overlap, overlaps_itself
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull
 from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
 from ..problem.checks import check_layout, new_counts, packed_counts
 from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, public
 from ..problem.problem import LAYOUTS, our_layout
-from ..problem.results import overlap, overlaps_itself, tell_written
+from ..problem.results import tell_written
 
 
 @public()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from .. import engines
-from ..arrays import array as arrays
+from ..arrays.array import describe
+from ..arrays.memory import Array
 from ..errors import UnsupportedError
 from ..host.machine import current_isa
 from ..host.memo import Memo
@@ -94,7 +95,7 @@ def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: An
     d_out, d_lse = resolved(d_out), resolved(d_lse)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
-    given = [arrays.describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
+    given = [describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
     if given[0].device != "cpu":
         raise UnsupportedError(
             f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
@@ -124,13 +125,13 @@ def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: An
 gradients_of = public()(_gradients)  # attention_backward() with its options in one
 
 
-def _make_gradient(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
+def _make_gradient(x: Array, items: Array) -> tuple[Any, Array]:
     """Makes an array for the gradient of x, which lies as x does, of as many batch items as another array has."""
     return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype, ordered=True)
 
 
 @standard
-def _sum_items(x: arrays.Array) -> Any:
+def _sum_items(x: Array) -> Any:
     """Adds the gradients of keys that items share: each item's rounded, added in float64, ascending; rounded once."""
     each = x.numpy()
     total = np.zeros((1, *each.shape[1:]))
@@ -143,6 +144,6 @@ def _sum_items(x: arrays.Array) -> Any:
     return result
 
 
-def _convert(q: arrays.Array, x: np.ndarray) -> Any:
+def _convert(q: Array, x: np.ndarray) -> Any:
     """Converts a NumPy array to what the library of q has."""
     return sys.modules["torch"].from_numpy(x) if q.kind == "torch" else like_input(q, x)

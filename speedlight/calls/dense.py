@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .. import engines
-from ..arrays import array as arrays
+from ..arrays.array import describe, on_gpu
+from ..arrays.memory import Array
+from ..arrays.torch_tensors import is_tensor
 from ..errors.advice import warn_if_swapped
 from ..host.machine import current_isa
 from ..host.memo import Memo
@@ -20,10 +22,10 @@ _prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of(), with threads and
 
 def runs_on_gpu(q: Any, engine: Any) -> bool:
     """Returns whether a GPU's engine takes the call; raises for an `engine` that q cannot have."""
-    there = arrays.on_gpu(q)
+    there = on_gpu(q)
     if engine is None or (type(engine) is str and engine == ("cuda" if there else "cpu")):
         return there
-    at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)  # the interpreter's, or an error
+    at = describe(q.detach() if is_tensor(q) else q, "q", gpu=True)  # the interpreter's, or an error
     return engines.is_on_gpu(engine, at)
 
 
@@ -47,7 +49,7 @@ def attend_anew(
     q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any, on_gpu: bool = False
 ) -> Any:
     """Attends on the CPU, or enqueues the call on a GPU; keeps it under its key, if it has one."""
-    a, b, c = describe(q, k, v, gpu=on_gpu)
+    a, b, c = describe_all(q, k, v, gpu=on_gpu)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     warn_if_swapped(options.layout, a.shape, b.shape)
     results = results_for(a, problem, options, return_lse, out, (a, b, c))
@@ -61,6 +63,6 @@ def attend_anew(
     return results.returned()
 
 
-def describe(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[arrays.Array]:
+def describe_all(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[Array]:
     """Reads where q, k and v lie."""
-    return [arrays.describe(x, name, gpu=gpu) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+    return [describe(x, name, gpu=gpu) for x, name in ((q, "q"), (k, "k"), (v, "v"))]

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from .. import engines
-from ..arrays import array as arrays
+from ..arrays.array import describe, on_gpu
+from ..arrays.memory import overlap
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem.checks import check_flag, states_of
 from ..problem.options import AnyArray, ArrayOf, T, V, public
-from ..problem.results import like_input, overlap
+from ..problem.results import like_input
 from ..problem.rotary_angles import check_array, check_out, converted
 
 
@@ -96,16 +98,16 @@ def merge_states(
             raise ArgumentTypeError(f"out: expected (v, s), two arrays; got {type(out).__name__}.")
         for x, like in zip(out, (vs[0], ss[0]), strict=True):
             check_out(x, like)
-        if overlap(*[arrays.describe(x.detach() if arrays.is_tensor(x) else x, "out", gpu=True) for x in out]):
+        if overlap(*[describe(x.detach() if is_tensor(x) else x, "out", gpu=True) for x in out]):
             raise ArgumentError("out: expected memory of its own for each of v and s; got arrays that share some.")
     natural = ss
     if base2:
-        wide = "float32" if arrays.on_gpu(ss[0]) else "float64"
+        wide = "float32" if on_gpu(ss[0]) else "float64"
         natural = [converted(x, wide) * math.log(2) for x in ss]
     merged_v, merged_s = merge(vs, natural)
     if base2:
         merged_s = merged_s / math.log(2)
-        merged_s = merged_s.to(ss[0].dtype) if arrays.is_tensor(merged_s) else merged_s.astype(ss[0].dtype)
+        merged_s = merged_s.to(ss[0].dtype) if is_tensor(merged_s) else merged_s.astype(ss[0].dtype)
     if out is None:
         return merged_v, merged_s
     for x, y in zip(out, (merged_v, merged_s), strict=True):

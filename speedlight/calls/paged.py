@@ -6,8 +6,9 @@ import itertools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import engines
-from ..arrays.array import Array, describe
+from ..arrays.array import describe
 from ..arrays.layouts import check_together
+from ..arrays.memory import Array
 from ..errors import ArgumentError, Error
 from ..host.machine import current_isa
 from ..host.memo import Memo

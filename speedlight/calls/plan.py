@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import engines
-from ..arrays.array import DTYPES
+from ..arrays.dtypes import DTYPES
 from ..errors import ArgumentError
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
@@ -15,7 +15,7 @@ from ..problem.options import AllOptions, Method, Shard, public
 from ..problem.plan import Plan
 from ..problem.problem import Options, Sizes
 from ..problem.rank_plan import asked_ranks, over_ranks
-from .dense import describe
+from .dense import describe_all
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -96,7 +96,7 @@ def plan(
             if x is not None:
                 raise ArgumentError(f"{name}: expected either arrays or sizes; got both. Leave the sizes out.")
         check_planned({"q": q, "k": k, "v": v})
-        a, b, c = describe(q, k, v, gpu=True)
+        a, b, c = describe_all(q, k, v, gpu=True)
         device = a.device if device is None and a.device != "cpu" else device
         problem = from_arrays(a, b, c, given).problem
         if backward:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from .. import engines
-from ..arrays.array import Array, describe, is_tensor, on_gpu
+from ..arrays.array import describe, on_gpu
 from ..arrays.layouts import batch_of, check_beside, check_dimensions, check_together
+from ..arrays.memory import Array
+from ..arrays.torch_tensors import is_tensor
 from ..autograd.attending import cast
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from ..errors.advice import unknown

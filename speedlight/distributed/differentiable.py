@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays.array import is_tensor
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tree import lazily
 from ..problem.gradients import Followed, check_unwritten, resolved

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import is_tensor, listed
+from ..arrays.array import listed
 from ..arrays.integers import is_one
+from ..arrays.torch_tensors import is_tensor
 from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression
 from ..problem.problem import Options, scores_of

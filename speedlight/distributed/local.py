@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..arrays.array import is_tensor
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.substitution import substituted
 from ..expressions.tables import Table

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import engines
-from ..arrays.array import Array, describe
+from ..arrays.array import describe
+from ..arrays.memory import Array
 from ..errors import ArgumentError
 from ..problem.build import Stated
 from ..problem.gradients import Given, asked

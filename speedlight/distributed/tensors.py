@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays.array import check_plain_tensor, is_tensor
+from ..arrays.torch_tensors import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..problem.shardings import Runs, Shard, check_shard, places, positions, tokens
 from .groups import Peers, agreed

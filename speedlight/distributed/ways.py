@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from .. import engines
-from ..arrays.array import STORAGE_BYTES
+from ..arrays.dtypes import STORAGE_BYTES
 from ..errors import ArgumentError
 from ..host.machine import current_isa
 from ..host.memo import Memo

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import is_tensor
 from ..arrays.integers import whole
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..host.graph_breaks import check_outside
 from .functions import minimum, tanh

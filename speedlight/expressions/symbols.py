@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import is_tensor
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ExpressionError, pass_on, shown
 from . import foreign
 from .operations import INT_MAX, INT_MIN, KINDS, OPERATIONS

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
+from ..arrays.array import is_masked
+from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import is_tensor
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ExpressionError, shown
 from . import foreign
 

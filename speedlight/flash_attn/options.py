@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import ArgumentError, ArgumentTypeError
 from .. import softcap as softcap_score
 from ..adapting import Library, add_distances, check_flag, draw_seed, has, integer, limits, number, pass_on, shown
-from ..arrays.array import Array, describe
-from ..problem.results import overlap, overlaps_itself
+from ..arrays.array import describe
+from ..arrays.memory import Array, overlap, overlaps_itself
 from ..torch.attending import attention
 
 _FP8 = "8-bit floats are not offered: convert q, k and v to bfloat16."

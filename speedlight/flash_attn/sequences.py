@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, attention_paged
 from ..adapting import Renamed, rows_in_use
-from ..arrays.array import is_followed
+from ..arrays.torch_tensors import is_followed
 from ..problem.checks import item_lengths, packed_offsets
 from ..torch.attending import attention
 from .options import check_tensors

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..arrays.array import CODES
+from ..arrays.dtypes import CODES
 from ..expressions.patterns import documents, softcap
 from ..expressions.tracing import expression
 from ..problem.build import Stored, from_stored
@@ -223,7 +223,7 @@ def joins() -> Iterator[tuple[str, Launch]]:
 
 def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     """The launches of a case. The tensors are small: only their types and strides matter."""
-    from ..arrays import array as arrays
+    from ..arrays.memory import Array
 
     d, q_len, value_dim, number = case.d, case.q_len, case.value_dim or case.d, getattr(torch, case.dtype)
     q, out = (
@@ -231,7 +231,7 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
         for x, y in ((d, number), (value_dim, torch.float32 if case.part else number))
     )
     keys = _keys(case, d, value_dim)
-    like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
+    like = Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
     stored = Stored(case.codes or case.dtype, 8, d, value_dim, (4096,))
     problem = from_stored(
         like, stored, Options(causal=case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)

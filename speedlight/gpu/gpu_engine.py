@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..arrays.array import Array
+from ..arrays.memory import Array
 from ..host.forks import importing
 from ..problem.block_tables import page_lists
 from ..problem.operands import Dense, PagedKeys, PageTables, Rows, Strides

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..arrays.array import Array
+from ..arrays.memory import Array
 from ..errors import ArgumentTypeError
 from ..problem.checks import new_counts, packed_counts
 from .append import store_in_pages

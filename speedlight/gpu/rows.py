@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..arrays import array as arrays
+from ..arrays.array import describe
+from ..arrays.dtypes import CODES, numpy_dtype
+from ..arrays.memory import Array
 from ..errors import ArgumentError, UnsupportedError, pass_on, shown
 from ..host.machine import interpreting
 from ..problem.tokens import TokenShape
@@ -44,9 +46,9 @@ def cache_type(dtype: str) -> torch.dtype:
     return torch.uint8 if dtype == "float8_e4m3fn" else getattr(torch, dtype)
 
 
-def described(x: Any, name: str, device: torch.device) -> arrays.Array:
+def described(x: Any, name: str, device: torch.device) -> Array:
     """An argument, checked to lie on the cache's device."""
-    array = arrays.describe(x, name, gpu=True)
+    array = describe(x, name, gpu=True)
     if torch.device(array.device) != device or (array.kind != "torch" and array.device == "cpu"):
         raise ArgumentError(
             f"{name}: expected a tensor on {device}, as the cache is; got one on {array.device}. Move it first."
@@ -58,8 +60,8 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
     """A copy on the CPU; bfloat16 as ml_dtypes', and float8, whose bits it is."""
     x = x.to("cpu", copy=True).contiguous()
     if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).numpy().view(arrays.numpy_dtype("bfloat16"))
-    return x.numpy().view(arrays.numpy_dtype("float8_e4m3fn")) if x.dtype == torch.uint8 else x.numpy()
+        return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return x.numpy().view(numpy_dtype("float8_e4m3fn")) if x.dtype == torch.uint8 else x.numpy()
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
@@ -110,7 +112,7 @@ class Rows:
             return whole.transpose(1, 2) if tokens_first else whole
 
         self.k, self.v = (zeros(d, kind=cache_type(shape.dtype)) for d in dims)
-        self.scales = tuple(zeros(kind=torch.float32) for _ in dims) if shape.dtype in arrays.CODES else (None, None)
+        self.scales = tuple(zeros(kind=torch.float32) for _ in dims) if shape.dtype in CODES else (None, None)
 
     @property
     def parts(self) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..arrays.array import Array
+from ..arrays.memory import Array
 from ..errors import UnsupportedError
 from ..expressions.tracing import is_immutable
 from ..host.machine import interpreting

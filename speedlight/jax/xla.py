@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 
 from .. import UnsupportedError
-from ..arrays.array import numpy_dtype
+from ..arrays.dtypes import numpy_dtype
 from ..cpu.language.vector import I64, PTR, Function, Module, Value
 from ..cpu.memory.records import Record
 from ..host.forks import renew_after_fork

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import array as arrays
+from ..arrays.dtypes import CODES, DTYPES, numpy_dtype
 from ..arrays.files import read_arrays, read_metadata, write_arrays
 from ..errors import ArgumentTypeError, FileError, UnsupportedError, of_a_handler
 from ..problem.checks import MOST
@@ -155,11 +155,7 @@ def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
     except (KeyError, ValueError) as error:
         raise FileError(f"{path}: a size is missing or no number ({error}).") from None
     wrong = any([not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items()])
-    if (
-        wrong
-        or words.get("dtype") not in (*arrays.DTYPES, *arrays.CODES)
-        or (sizes.get("keep_first") and "window" not in sizes)
-    ):
+    if wrong or words.get("dtype") not in (*DTYPES, *CODES) or (sizes.get("keep_first") and "window" not in sizes):
         raise FileError(
             f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}."
         )
@@ -199,8 +195,8 @@ def _parts(
 ) -> list[np.ndarray]:
     """Keys or values of a layer; codes and their scales."""
     dim = sizes["head_dim" if name.startswith("key") else "value_dim"]
-    coded = dtype in arrays.CODES
-    planes = [("", dim, arrays.numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if coded else [])
+    coded = dtype in CODES
+    planes = [("", dim, numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if coded else [])
     parts = []
     for part, last, kind in planes:
         x, wanted = stored.get(name.format(part)), (sizes["batch"], sizes["kv_heads"], held, last)

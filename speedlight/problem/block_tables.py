@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import Array, check_plain_tensor, has_bytes, is_masked, is_tensor, listed, short_list
+from ..arrays.array import is_masked, listed, short_list
+from ..arrays.memory import Array
+from ..arrays.torch_tensors import check_plain_tensor, has_bytes, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, has, pass_on
 from .checks import item_lengths
 

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import CODES, Array, check_plain_tensor, code_cache, conversion, listed
+from ..arrays.array import listed
+from ..arrays.dtypes import CODES, code_cache, conversion
 from ..arrays.integers import integer, is_one
 from ..arrays.layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
+from ..arrays.memory import Array
+from ..arrays.torch_tensors import check_plain_tensor
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..errors.advice import of_causal, of_heads, of_items, of_mask
 from ..expressions.symbols import Symbol, where

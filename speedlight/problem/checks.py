@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import CODES, DTYPES, Array, code_cache, conversion, describe, listed
+from ..arrays.array import describe, listed
+from ..arrays.dtypes import CODES, DTYPES, code_cache, conversion
 from ..arrays.integers import integer, is_one, whole
+from ..arrays.memory import Array
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
 from ..errors.advice import of_layout, of_window
 from .options import MOST_SEEDS, DtypeName

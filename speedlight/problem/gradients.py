@@ -10,9 +10,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import Array, conversion, is_followed, is_tensor, is_traced, listed
+from ..arrays.array import listed
+from ..arrays.dtypes import conversion
 from ..arrays.integers import is_one, whole
 from ..arrays.layouts import are_widened, check_beside
+from ..arrays.memory import Array
+from ..arrays.torch_tensors import is_followed, is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import STORAGE_BYTES
+from ..arrays.dtypes import STORAGE_BYTES
 from ..errors import ArgumentError
 from ..expressions.program import visibility
 from ..expressions.substitution import substituted

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..arrays.array import DTYPES, Array
+from ..arrays.dtypes import DTYPES
 from ..arrays.layouts import batch_of
+from ..arrays.memory import Array
 from ..host.shortcuts import row_addresses
 from .problem import LAYOUTS
 

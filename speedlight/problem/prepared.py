@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import DTYPES, Array, describe, has_bytes
+from ..arrays.array import describe
+from ..arrays.dtypes import DTYPES
+from ..arrays.memory import Array
+from ..arrays.torch_tensors import has_bytes
 from ..host.shortcuts import address_of, count_write
 from .problem import Options, spans_of
 from .results import deliver, fresh

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..arrays.array import DTYPES
+from ..arrays.dtypes import DTYPES
 from ..errors import ArgumentError
 from ..expressions.program import Program
 from ..expressions.tracing import Expression

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import STORAGE_BYTES
+from ..arrays.dtypes import STORAGE_BYTES
 from ..host.machine import number_bytes
 from .key_parts import problem_of, split_of, turns_of
 from .problem import SPAN, TILE, Problem

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import DTYPES, Array, check_plain_tensor, describe, numpy_dtype
+from ..arrays.array import describe
+from ..arrays.dtypes import DTYPES, numpy_dtype
+from ..arrays.memory import Array, overlap
+from ..arrays.torch_tensors import check_plain_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.shortcuts import address_of, count_write
 from .problem import LAYOUTS, Options, Problem
@@ -161,29 +164,6 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Arra
             raise ArgumentError(
                 f"out: expected memory of its own; it overlaps {x.name}. Pass another array, or leave out=None."
             )
-
-
-def overlap(a: Array, b: Array) -> bool:
-    """Returns whether the two share a byte (or might, where that is too hard to say)."""
-    a_low, a_high = a.extent()
-    b_low, b_high = b.extent()
-    if a_low >= b_high or b_low >= a_high or a.device != b.device:
-        return False
-    try:
-        limit: Any = 10_000
-        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=limit))
-    except np.exceptions.TooHardError:
-        return True
-
-
-def overlaps_itself(x: Array) -> bool:
-    """Returns whether two of its numbers may share a byte: in no array whose strides exceed the extent within each."""
-    within = DTYPES[x.dtype][1]
-    for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
-        if step < within:
-            return 0 not in x.shape
-        within += step * (n - 1)
-    return False
 
 
 def tell_written(x: Array) -> None:

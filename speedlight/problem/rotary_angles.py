@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import DTYPES, check_plain_tensor, describe, is_masked, is_tensor
+from ..arrays.array import describe, is_masked
+from ..arrays.dtypes import DTYPES
 from ..arrays.layouts import batch_of, check_dimensions
+from ..arrays.torch_tensors import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, pass_on, shown
 from .checks import MOST, check_flag, check_layout, integer, number, size
 from .problem import LAYOUTS, our_layout

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import STORAGE_BYTES
+from ..arrays.dtypes import STORAGE_BYTES
 from ..errors import UnsupportedError
 from ..host.machine import number_bytes
 from .problem import TILE, Problem

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import array as arrays
+from ..arrays.array import describe, listed
+from ..arrays.dtypes import CODES
+from ..arrays.memory import Array
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.rounding import standard
 from ..problem.checks import (
@@ -257,11 +260,11 @@ def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     ([[448.0, 48.0, 0.005859375]], [[2.0]])
     """
     name = cache_dtype(dtype)
-    if name not in arrays.CODES:
+    if name not in CODES:
         raise ArgumentTypeError(f"dtype: expected int8 or float8_e4m3fn; got {name}, of which a cache keeps every bit.")
-    given = arrays.describe(x, "x")
+    given = describe(x, "x")
     check_tokens(given.dtype, "x", name)
-    rows, last = given.numpy().astype(np.float32), np.float32(arrays.CODES[name])
+    rows, last = given.numpy().astype(np.float32), np.float32(CODES[name])
     with np.errstate(all="ignore"):
         most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
         scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
@@ -302,7 +305,7 @@ def _case(function: Any, q: Any, k: Any, v: Any, options: Any) -> Case:
 
 def _float64(x: Any) -> np.ndarray:
     """A copy."""
-    return np.array(x.detach().cpu().double() if arrays.is_tensor(x) else x, np.float64)
+    return np.array(x.detach().cpu().double() if is_tensor(x) else x, np.float64)
 
 
 @public(AllOptions, leaves_graph=False)
@@ -348,7 +351,7 @@ def keep_mask(dropout: float, seed: int, b: int, h: int, i: Any, j: Any) -> np.n
 
 
 def _positions(name: str, x: Any, least: int) -> list[int]:
-    found = [integer(name, n) for n in arrays.listed(x, name, "a sequence of ints")]
+    found = [integer(name, n) for n in listed(x, name, "a sequence of ints")]
     if found and not least <= min(found) <= max(found) < MOST_POSITIONS:
         raise ArgumentError(f"{name}: expected positions from {least} to 2^32 - 1; got {min(found)} to {max(found)}.")
     return found
@@ -387,7 +390,7 @@ def merge_bound(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> Bou
         )
 
 
-def _shares(outs: list[arrays.Array], lses: list[arrays.Array]) -> tuple[np.ndarray, ...]:
+def _shares(outs: list[Array], lses: list[Array]) -> tuple[np.ndarray, ...]:
     """[states, …] of outputs, which of them saw anything, and their shares; per row, the largest lse and the sum of
     weights.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import array as arrays
+from ..arrays.array import describe
 from ..expressions.tree import evaluate
 from ..problem.build import from_arrays
 from ..problem.gradients import Asked, Given, asked
@@ -43,7 +43,7 @@ class Case:
     """Arrays as (batch, heads, length, dim) float64 views of one problem, or as one item when packed."""
 
     def __init__(self, q: Any, k: Any, v: Any, options: Options) -> None:
-        described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+        described = tuple(describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
         given = options.spelled()
         self.layout = given.layout
         self.problem, self.cu_q, self.cu_k = from_arrays(described[0], described[1], described[2], given)
@@ -78,7 +78,7 @@ class Flow:
 
     def __init__(self, case: Case, q: Any, given: tuple[Any, ...], grads: Any) -> None:
         named = zip((q, *given), Given._fields, strict=True)
-        known = Given._make(None if x is None and n == "d_lse" else arrays.describe(x, n) for x, n in named)
+        known = Given._make(None if x is None and n == "d_lse" else describe(x, n) for x, n in named)
         self.asked: Asked = asked(case.problem, case.layout, known, grads)
         self.out, self.d_out = (case.inward(x.numpy()) for x in (known.out, known.d_out))
         self.lse = known.lse.numpy()

@@ -6,7 +6,7 @@ import torch
 
 import speedlight as sl
 
-from ..arrays import array as arrays
+from ..arrays.array import describe
 from ..gpu.keys import arrays_of
 from ..gpu.prepare import prepare
 from ..gpu.schedule import capability
@@ -72,7 +72,7 @@ def tune(
     q = drawn(batch, heads, 1 if decoding else length, d, dtype=dtype, seed=0)
     k, v = (drawn(batch, kv_heads, length, d, dtype=dtype, seed=s) for s in (1, 2))
     out, keys = torch.empty_like(q), arrays_of(k, v, "bhld")
-    a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    a, b, c = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem = from_arrays(a, b, c, Options(causal=causal)).problem
     timed = []
     for tile in tiles or candidates(kind, capability(str(q.device)) >= (9, 0)):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arrays.array import DTYPES
+from ..arrays.dtypes import DTYPES
 from ..errors import ArgumentError, how_to_install
 from ..host import machine
 from ..problem.problem import LAYOUTS

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import describe, numpy_dtype
+from ..arrays.array import describe
+from ..arrays.dtypes import numpy_dtype
 from ..cpu.engine.forward_call import prepare
 from ..cpu.engine.storage import CacheStorage
 from ..cpu.runtime.tuned import Parts, changed, with_parts

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from ..arrays.array import is_tensor, is_traced
 from ..arrays.integers import integer
+from ..arrays.torch_tensors import is_tensor, is_traced
 from ..autograd.attending import attend_as_operation, attended, cast, is_plain
 from ..autograd.graphs import in_graph
 from ..front import compute

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ArgumentError, Expression, Symbol, Table, UnsupportedError, expression
-from ..arrays.array import is_traced
+from ..arrays.torch_tensors import is_traced
 from ..expressions.bounds import integers, visible
 from ..expressions.tracing import is_immutable
 from ..expressions.tree import evaluate

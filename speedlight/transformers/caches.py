@@ -11,7 +11,7 @@ import transformers.cache_utils as theirs
 from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, ArgumentTypeError, KVCache, UnsupportedError
-from ..arrays.array import CODES, code_cache
+from ..arrays.dtypes import CODES, code_cache
 from ..problem.checks import cache_dtype, checked_sizes, new_totals
 from ..problem.options import Dtype, DtypeName
 from .masks import MaskSpec

@@ -13,8 +13,7 @@ import torch
 from problems import Pack, flow_of, qkv
 
 import speedlight as sl
-from speedlight.arrays import array as arrays
-from speedlight.problem.results import overlap
+from speedlight.arrays.memory import Array, overlap
 
 SHAPE = (1, 2, 8, 16)
 
@@ -92,7 +91,7 @@ class Capsule:
             "vector": 1,
             "shape": self.lengths,
         }
-        from speedlight.arrays.array import _DLTensor
+        from speedlight.arrays.dlpack import _DLTensor
 
         pointers = {"shape", "strides"}
         fields = given | {"strides": self.steps} | fields
@@ -250,7 +249,7 @@ def test_results_over_an_argument_are_right_or_refused(name):
 
 def test_arrays_on_a_gpu_overlap_where_they_share_a_byte():
     """Where they lie tells, not what is there: pages of keys beside pages of values do not."""
-    room = arrays.Array("k", 1 << 40, (9, 16, 2, 8), (1024, 32, 16, 2), "float16", "torch", True, None, "cuda:0")
+    room = Array("k", 1 << 40, (9, 16, 2, 8), (1024, 32, 16, 2), "float16", "torch", True, None, "cuda:0")
     assert not overlap(room, dataclasses.replace(room, address=room.address + 512))
     assert overlap(room, dataclasses.replace(room, address=room.address + 510))
     assert not overlap(room, dataclasses.replace(room, device="cuda:1"))

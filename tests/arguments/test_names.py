@@ -16,7 +16,7 @@ from conftest import ROOT
 
 import speedlight as sl
 import speedlight.torch
-from speedlight.arrays.array import CODES, DTYPES
+from speedlight.arrays.dtypes import CODES, DTYPES
 from speedlight.problem import options as signatures
 from speedlight.problem.problem import LAYOUTS
 

@@ -182,12 +182,12 @@ def test_devices_must_agree():
     from dataclasses import replace
 
     from speedlight import engines as engine
-    from speedlight.arrays import array as arrays
+    from speedlight.arrays.array import describe
     from speedlight.problem.build import from_arrays
     from speedlight.problem.problem import Options
 
     x = np.zeros((1, 1, 2, 4), np.float32)
-    q, k, v = (arrays.describe(x, n) for n in "qkv")
+    q, k, v = (describe(x, n) for n in "qkv")
     for wrong in (
         (q, replace(k, device="cuda:0"), v),
         (replace(q, device="cuda:0"), k, v),

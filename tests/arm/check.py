@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import speedlight as sl
-from speedlight.arrays import array as arrays
+from speedlight.arrays.array import describe
+from speedlight.arrays.dtypes import numpy_dtype
 from speedlight.cpu.engine.forward_call import items_of, words_of
 from speedlight.cpu.engine.schedule import schedule
 from speedlight.cpu.memory.records import ITEM, SLACK, arguments_of
@@ -38,7 +39,7 @@ def words_for(
 ) -> tuple[np.ndarray, np.ndarray, Shape, int]:
     """The argument words of a call on NEON, prepared here, with the items table."""
     isa = isa_named("neon")
-    described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+    described = tuple(describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
     problem = from_arrays(*described, Options(causal=causal)).problem
     rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
     how = schedule(problem, isa, 1, keys.strides(problem.dtype), shipped(isa))
@@ -101,7 +102,7 @@ def main() -> None:
             (3, 3, 70, 70, 16, 7, True),
             (8, 2, 2, 1300, 33, 20, True),  # the decode kernel, as is the second
         ):
-            kind = arrays.numpy_dtype(dtype)
+            kind = numpy_dtype(dtype)
             shapes = ((1, heads, q_len, d), (1, kv_heads, k_len, d), (1, kv_heads, k_len, dv))
             q, k, v = (rng.standard_normal(s).astype(kind) for s in shapes)
             with tempfile.TemporaryDirectory() as folder:

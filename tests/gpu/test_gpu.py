@@ -17,7 +17,8 @@ from tolerance import assert_within, plain
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.arrays.array import describe, pages
+from speedlight.arrays.array import describe
+from speedlight.arrays.memory import pages
 from speedlight.gpu import merging, schedule, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from problems import qkv
 
 import speedlight as sl
-from speedlight.arrays import array as arrays
+from speedlight.arrays.array import describe
 from speedlight.cpu.engine import backward_call as gradients
 from speedlight.cpu.engine.forward_call import prepare
 from speedlight.cpu.engine.schedule import schedule
@@ -32,7 +32,7 @@ from speedlight.problem.problem import LAYOUTS, Options
 def counted(q, k, v, options):
     """What the kernel counts, the plan, and the problem."""
     plan = sl.plan(q, k, v, **options, exact=True)
-    described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+    described = tuple(describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
     problem = from_arrays(*described, Options(**options)).problem
     out, counts = np.empty_like(q), np.zeros(3, np.int64)
     rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
@@ -118,8 +118,8 @@ def counted_backward(q, k, v, options):
     """What the backward kernel counts, and the plan."""
     plan = sl.plan(q, k, v, **options, exact=True, backward=True)
     out, lse = sl.attention(q, k, v, **options, return_lse=True)
-    x = Operands(*(arrays.describe(a.copy(), "x") for a in (q, k, v, out, lse, out)), None, *(
-        arrays.describe(np.zeros_like(a), "x") for a in (q, k, v)
+    x = Operands(*(describe(a.copy(), "x") for a in (q, k, v, out, lse, out)), None, *(
+        describe(np.zeros_like(a), "x") for a in (q, k, v)
     ))  # fmt: skip
     stated = from_arrays(x.q, x.k, x.v, Options(**options))
     layout = options.get("layout", "bhld")

@@ -170,7 +170,7 @@ def test_a_fork_waits_for_what_is_being_imported():
         "    'speedlight.cpu.engine.forward_call': lambda: sl.attention(*[np.ones((1, 4, 600, 64), np.float32)] * 3),\n"
         "    'speedlight.cpu.engine.storage': lambda: sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=8),\n"
         "    'speedlight.cpu.runtime.threads': lambda: module('speedlight.cpu.runtime.workers')._new_threads(),\n"
-        "    'ml_dtypes': lambda: module('speedlight.arrays.array').numpy_dtype('bfloat16'),\n"
+        "    'ml_dtypes': lambda: module('speedlight.arrays.dtypes').numpy_dtype('bfloat16'),\n"
         "}\n"
         "wanted, found = None, threading.Event()\n"
         "class Slow:\n"

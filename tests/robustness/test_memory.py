@@ -16,7 +16,7 @@ from guarded import Guarded, libc
 from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
-from speedlight.arrays import array as arrays
+from speedlight.cpu.memory import blocks
 from speedlight.cpu.runtime import launch
 from speedlight.host.machine import host_isas
 
@@ -114,7 +114,7 @@ def test_guard_pages_of_caches(isa, one_width, guarded, dtype, window, monkeypat
         d, dv, capacity = int(rng.integers(1, 131)), int(rng.integers(1, 131)), int(rng.integers(1, 300))
         ring = {"window": int(rng.integers(1, 100)), "keep_first": int(rng.integers(40))} if window else {}
         with monkeypatch.context() as patched:
-            patched.setattr(arrays, "pages", ending_memory(guarded))
+            patched.setattr(blocks, "pages", ending_memory(guarded))
             cache = sl.KVCache(
                 layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=capacity + 700 * window, dtype=dtype, **ring
             )
@@ -133,7 +133,7 @@ def test_guard_pages_of_pools(isa, one_width, guarded, dtype, monkeypatch):
     for _ in range(200 if FULL else 12):
         d, dv, size = int(rng.integers(1, 131)), int(rng.integers(1, 131)), 16 * int(rng.integers(1, 5))
         with monkeypatch.context() as patched:
-            patched.setattr(arrays, "pages", ending_memory(guarded))
+            patched.setattr(blocks, "pages", ending_memory(guarded))
             pool = sl.PagePool(layers=1, pages=6, page_size=size, kv_heads=1, head_dim=d, value_dim=dv, dtype=dtype)
         rng.shuffle(pool._free)
         sequences = [pool.sequence(), pool.sequence()]

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array import DTYPES, Array, describe
+from ...arrays.array import describe
+from ...arrays.dtypes import DTYPES
+from ...arrays.memory import Array
 from ...host.machine import Isa, current_isa
 from ...host.memo import Memo
 from ...host.shortcuts import row_addresses

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array import STORAGE_BYTES, Array
+from ...arrays.dtypes import STORAGE_BYTES
+from ...arrays.memory import Array
 from ...expressions.program import Program
 from ...host.machine import Isa, current_isa, number_bytes
 from ...host.rounding import standard

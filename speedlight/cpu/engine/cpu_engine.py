@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array import Array
+from ...arrays.memory import Array
 from ...host.forks import importing
 from ...host.machine import current_isa
 from ...problem.block_tables import page_lists

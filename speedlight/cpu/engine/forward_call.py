@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array import STORAGE_BYTES
+from ...arrays.dtypes import STORAGE_BYTES
 from ...errors import ArgumentError
 from ...expressions.program import Program
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes

@@ -6,7 +6,8 @@ import ctypes
 import math
 from typing import Any
 
-from ...arrays.array import DTYPES, STORAGE_BYTES, Array
+from ...arrays.dtypes import DTYPES, STORAGE_BYTES
+from ...arrays.memory import Array
 from ...host.machine import current_isa
 from ...problem.results import empty_like
 from ..kernels import merge as kernels

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays import array as arrays
-from ...arrays.array import Array, numpy_dtype
+from ...arrays.array import describe
+from ...arrays.dtypes import numpy_dtype
+from ...arrays.memory import Array
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
@@ -38,12 +39,12 @@ _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them
 def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
     """Returns new tokens, and the name of their dtype."""
     if type(x) is not np.ndarray or not x.dtype.isnative:
-        x = arrays.describe(x, name).numpy()
+        x = describe(x, name).numpy()
     return x, x.dtype.name
 
 
 def _query(q: Any) -> Array:
-    return arrays.describe(q, "q")
+    return describe(q, "q")
 
 
 def _remember_put(

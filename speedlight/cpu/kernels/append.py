@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ...arrays.array import STORAGE_BYTES
+from ...arrays.dtypes import STORAGE_BYTES
 from ..language.conversions import load, widened
 from ..language.functions import like, quotient
 from ..language.prototypes import prototype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...arrays.array import STORAGE_BYTES
+from ...arrays.dtypes import STORAGE_BYTES
 from ..language import conversions
 from ..language.prototypes import prototype
 from ..language.vector import I16, I32, Function, Module, Value, vec

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...arrays.array import STORAGE_BYTES
+from ...arrays.dtypes import STORAGE_BYTES
 from ...host.machine import Isa
 from ..language import functions
 from ..language.conversions import load_f64, store_f64

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import array as arrays
+from ...arrays.dtypes import CODES, numpy_dtype
+from ...arrays.memory import pages
 from ...errors import ReservationError, pass_on, shown
 from ...host.rounding import standard
 from ...problem.tokens import Moves, TokenShape
@@ -23,7 +24,7 @@ class Store:
 
     def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
         self.dim, self.dtype, self.is_keys = dim, dtype, keys
-        self.kind = arrays.numpy_dtype(dtype)
+        self.kind = numpy_dtype(dtype)
         self.row = self.row_bytes()  # of a token: a block's bytes over 16
         self.planes: list[np.ndarray] = []
 
@@ -132,7 +133,7 @@ def reserved(shape: tuple[int, ...]) -> np.ndarray:
     """
     count = math.prod(shape)
     try:
-        memory = arrays.pages(count, large=True)
+        memory = pages(count, large=True)
     except (OSError, OverflowError, ValueError) as error:
         pass_on(error, Exception)
         raise ReservationError(
@@ -148,7 +149,7 @@ def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -
     `together`: a block's values follow its keys.
     """
     kind: type[Store] = Store
-    if shape.dtype in arrays.CODES:
+    if shape.dtype in CODES:
         kind = Coded
     elif shape.dtype == "bfloat16":
         kind = Pairs

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...arrays.array import CODES, STORAGE_BYTES
+from ...arrays.dtypes import CODES, STORAGE_BYTES
 from ..language import conversions
 from ..language.functions import like
 from ..language.vector import F16, F32, I8, I16, I32, Function, Value, vec

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.array import DTYPES
+from ...arrays.dtypes import DTYPES
 from ...problem.operands import Dense, PagedKeys, Strides, step_of_items, stride_of
 from .records import ENDLESS, SLACK
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array import pages
+from ...arrays.memory import pages
 from ...errors import pass_on
 from ...expressions.program import Program
 from ...expressions.tree import Node, out_of_range

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...arrays.array import pages
+from ...arrays.memory import pages
 from ...host.machine import Isa, cpu_identity, host_isas
 from ...problem.plan import Roofs
 from ..kernels.task import joined

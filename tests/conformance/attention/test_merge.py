@@ -18,7 +18,8 @@ from tolerance import assert_within
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.arrays import array as arrays
+from speedlight.arrays.array import describe
+from speedlight.arrays.memory import pages
 from speedlight.cpu.engine import merge_call as merging
 from speedlight.host.machine import host_isas
 
@@ -137,8 +138,8 @@ def test_guard_pages(isa, guarded: list[Guarded], dtype):
 
     def empty_like(x, shape, dtype):
         place, side = next(places)
-        new = place.array(shape, arrays.numpy_dtype(dtype), side)
-        return new, arrays.describe(new, "out")
+        new = place.array(shape, numpy_dtype(dtype), side)
+        return new, describe(new, "out")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "empty_like", empty_like)
@@ -165,7 +166,7 @@ def test_guard_pages(isa, guarded: list[Guarded], dtype):
 @pytest.mark.skipif(sys.platform != "linux", reason="MAP_NORESERVE")
 def test_offsets_above_two_to_the_31(rng):
     """In elements; on memory that is never touched in between."""
-    room = np.frombuffer(arrays.pages((5 << 30) + 4096), np.float16)
+    room = np.frombuffer(pages((5 << 30) + 4096), np.float16)
     far = np.lib.stride_tricks.as_strided(room, (2, 3, 20), (5 << 30, 40, 2))
     outs, lses = states(rng, 2, far.shape, "float16")
     far[...] = outs[0]

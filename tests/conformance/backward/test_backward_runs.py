@@ -28,7 +28,7 @@ from test_backward import NAMES, same
 from threads import count_threads, run, together, up, wait_until
 
 import speedlight as sl
-from speedlight.arrays import array as arrays
+from speedlight.arrays.array import describe
 from speedlight.calls import backward
 from speedlight.cpu.engine import backward_call as differentiate
 from speedlight.cpu.engine import table_sums
@@ -69,7 +69,7 @@ def test_guard_pages(isa, guarded, no_gap, dtype, monkeypatch):
 
     def made(x: Any, shape: tuple[int, ...], dtype: str, *, ordered: bool) -> Any:
         new = next(outputs).array(shape, numpy_dtype(dtype), side)
-        return new, arrays.describe(new, "out")
+        return new, describe(new, "out")
 
     def scratch(size: int) -> ctypes.Array:
         last = guarded[13]

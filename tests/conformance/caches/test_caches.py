@@ -19,7 +19,7 @@ from problems import DTYPES, Pack, numpy_dtype, qkv
 from threads import together
 
 import speedlight as sl
-from speedlight.arrays import array as arrays
+from speedlight.arrays.array import describe
 from speedlight.host import machine
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
@@ -189,7 +189,7 @@ def test_arrays_that_nobody_else_holds(rng, made):
 def test_a_view_keeps_its_memory(rng, made):
     x = rng.standard_normal((3, 4))
     given = made(x)
-    alive, view = weakref.ref(given), arrays.describe(given, "x").numpy()
+    alive, view = weakref.ref(given), describe(given, "x").numpy()
     del given
     assert alive() is not None and view.tobytes() == x.tobytes()
     del view

@@ -1,0 +1,91 @@
+"""An array in memory: its address, extent and overlap with others; fresh pages."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .dtypes import DTYPES, numpy_dtype
+
+
+@dataclass(slots=True)
+class Array:
+    """An array in memory: address, shape, strides in bytes, dtype name. `owner` keeps it alive."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    kind: str  # numpy, torch, dlpack
+    writeable: bool
+    owner: Any
+    device: str = "cpu"  # or cuda:0, …: then `tensor` is the array as PyTorch has it
+    final: Array | None = None  # where deliver() copies it to
+
+    @property
+    def tensor(self) -> Any:
+        return self.owner if self.kind == "torch" else self.owner[1]
+
+    def extent(self) -> tuple[int, int]:
+        """First byte and one past the last."""
+        if 0 in self.shape:
+            return self.address, self.address
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        low = self.address + sum(min(r, 0) for r in reach)
+        return low, self.address + sum(max(r, 0) for r in reach) + DTYPES[self.dtype][1]
+
+    def numpy(self) -> np.ndarray:
+        """A NumPy view of the same memory, which it keeps alive by itself: the array behind it may be a caller's
+        temporary.
+        """
+        if isinstance(self.owner, np.ndarray):
+            return self.owner
+        low, high = self.extent()
+        buffer: Any = (ctypes.c_char * max(high - low, 1)).from_address(low or ctypes.addressof(_EMPTY))
+        buffer.owner = self.owner
+        view = np.ndarray(self.shape, numpy_dtype(self.dtype), buffer, self.address - low, self.strides)
+        view.flags.writeable = self.writeable
+        return view
+
+
+_EMPTY = ctypes.c_char()
+
+
+def pages(size: int, *, large: bool = False) -> mmap.mmap:
+    """Zeroed pages, in each process its own after a fork; only those that are touched take memory. `large`: of MiB."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, max(size, 1))
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages: small ones do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Returns whether the two share a byte (or might, where that is too hard to say)."""
+    a_low, a_high = a.extent()
+    b_low, b_high = b.extent()
+    if a_low >= b_high or b_low >= a_high or a.device != b.device:
+        return False
+    try:
+        limit: Any = 10_000
+        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=limit))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(x: Array) -> bool:
+    """Returns whether two of its numbers may share a byte: in no array whose strides exceed the extent within each."""
+    within = DTYPES[x.dtype][1]
+    for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
+        if step < within:
+            return 0 not in x.shape
+        within += step * (n - 1)
+    return False

@@ -1,0 +1,110 @@
+"""PyTorch's tensors, read without importing PyTorch: where their numbers lie, and what records them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from .dtypes import DTYPES, check_dtype
+from .memory import Array
+
+
+def is_tensor(x: Any) -> bool:
+    """Returns whether it is a PyTorch tensor; never imports PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def is_followed(x: Any) -> bool:
+    """Returns whether autograd records what is made of a tensor now: it requires grad, or carries a tangent."""
+    torch = sys.modules["torch"]
+    return (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x)
+
+
+def has_tangent(x: Any) -> bool:
+    """Returns whether a tensor carries a tangent of forward mode."""
+    forward_ad = sys.modules["torch"].autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def is_traced(x: Any) -> bool:
+    """Returns whether a tensor stands for numbers that are elsewhere: in a graph, under a transform of torch.func …"""
+    torch = sys.modules["torch"]
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return not x.is_nested
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
+    """Raises unless a tensor's numbers lie in memory as its sizes and strides say, and, unless `followed`, nobody
+    differentiates it.
+
+    Raises for subclasses that compute in their own way (FakeTensor, DTensor …), inside torch.func.vmap, grad and jvp,
+    and for storage that was resized. Of any dtype and device; q, k and v, masks, biases and lists all come through
+    here.
+    """
+    torch = sys.modules["torch"]
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedError(
+            f"{name}: expected a tensor whose numbers lie in memory; got {type(x).__name__}, which has its own way."
+        )
+    if x.is_nested:
+        raise ArgumentTypeError(
+            f"{name}: expected a strided tensor; got a nested one. Use {name}.to_padded_tensor(0) and lengths."
+        )
+    if x.layout is not torch.strided:
+        raise ArgumentTypeError(f"{name}: expected a strided tensor; got layout {x.layout}. Use {name}.to_dense().")
+    if not followed and is_followed(x):
+        what = "requires grad" if x.requires_grad and torch.is_grad_enabled() else "has a tangent"
+        raise UnsupportedError(
+            f"{name}: {what}, and autograd does not follow through this call: speedlight.torch.attention(), of "
+            f"tensors q, k and v, is one that it does. Without gradients, use {name}.detach(), or call under "
+            "torch.no_grad()."
+        )
+    if x.is_conj() or x.is_neg():
+        raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")
+    if x.device.type == "meta":
+        raise UnsupportedError(f"{name}: expected a tensor with values; got one on device meta.")
+    if not _has_memory(x):
+        raise ArgumentError(
+            f"{name}: expected a tensor with memory for its {tuple(x.shape)}; its storage is missing or too short "
+            f"(torch.func, resize_ …). Use {name}.clone()."
+        )
+
+
+def has_bytes(x: Any, size: int) -> bool:
+    """Returns whether a plain tensor's storage, which may have been resized, has so many bytes from its first element
+    on.
+    """
+    start = x.storage_offset()
+    return x.untyped_storage().nbytes() >= size + (start and start * x.itemsize)
+
+
+def _has_memory(x: Any) -> bool:
+    """Returns whether every element lies inside the tensor's storage."""
+    if not x.numel():
+        return True
+    last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    try:
+        return x.const_data_ptr() != 0 and (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, a tensor of zeros that are nowhere
+        return False
+
+
+_READ = frozenset(("q", "k", "v", "d_out", "d_lse"))  # what no call writes
+
+
+def from_torch(x: Any, name: str, torch: Any) -> Array:
+    if x.device.type not in ("cpu", "cuda"):
+        way = "Make it where it has numbers." if x.device.type == "meta" else f"Use {name}.cpu()."
+        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. {way}")
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedError(f"{name}: expected no torch.jit.trace, which speedlight.torch.attention() alone takes.")
+    check_plain_tensor(x, name)
+    dtype = check_dtype(name, str(x.dtype).removeprefix("torch."))
+    size = DTYPES[dtype][1]
+    address = x.const_data_ptr() if name in _READ else x.data_ptr()  # which makes a copy-on-write tensor its copy
+    return Array(
+        name, address, tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x, str(x.device)
+    )
