@@ -1,1 +1,1 @@
-"""The public calls beside attention(), and what a repeated call need not prepare again."""
+"""The public calls: dense, paged and backward attention, plans, merging, rotary positions, raw pages."""

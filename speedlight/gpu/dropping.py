@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""Which weights dropout drops, in Triton: the words of ../philox.py. What no dropout has is None."""
+"""Which weights dropout drops, in Triton: the words of problem/philox.py. What no dropout has is None."""
 
 from __future__ import annotations
 

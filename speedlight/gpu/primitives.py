@@ -64,7 +64,7 @@ def log_sum_exp(running_max, running_sum):
 @triton.jit
 def widened(x, dtype: tl.constexpr):
     """Keys or values as they are stored, in dtype. Codes are exact: int8, or e4m3 as bits of uint8
-    (cpu/language/conversions.py says how; instructions of its own only newer GPUs have).
+    (cpu/memory/formats.py says how; instructions of its own only newer GPUs have).
     """
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)

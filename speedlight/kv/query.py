@@ -1,4 +1,4 @@
-"""A call of a cache or pool: its arguments, its run on the storage, its results."""
+"""Arguments of a call of a cache or pool, checked."""
 
 from __future__ import annotations
 

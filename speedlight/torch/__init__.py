@@ -1,4 +1,4 @@
-"""speedlight in PyTorch: attention with autograd, in PyTorch's own conventions, on CPU tensors.
+"""speedlight in PyTorch: attention with autograd, in PyTorch's own conventions; gradients on the CPU.
 
 >>> import torch, speedlight.torch
 >>> q = k = v = torch.ones(1, 2, 3, 4, requires_grad=True)

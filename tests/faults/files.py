@@ -5,7 +5,7 @@ from .mutation import Mutation
 MUTATIONS = (
     Mutation(
         "a view does not keep the memory of what it was made of",
-        "arrays/array.py",
+        "arrays/memory.py",
         "        buffer.owner = self.owner\n",
         "",
         "tests/conformance/caches/test_caches.py -k keeps_its_memory",

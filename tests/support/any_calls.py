@@ -1,6 +1,6 @@
 """Random calls of everything public that computes, alike for one seed: tests/same_bits.py compares trees by them.
 
-Masks and scores come from tests/forms.py, each beside one dtype, so that kernels are few; all else is any.
+Masks and scores come from tests/support/forms.py, each beside one dtype, so that kernels are few; all else is any.
 """
 
 from __future__ import annotations

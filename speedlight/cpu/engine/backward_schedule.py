@@ -22,7 +22,7 @@ from ..memory.records import (
     placed,
     together,
 )
-from .schedule import product_of, up
+from .schedule import product_name, up
 
 _VECTORS = 3  # of queries, in a panel
 _SLACK = 24  # rows that register tiles write past a tile
@@ -95,7 +95,7 @@ def _sizes(
 ) -> tuple[BackwardSizes, dict[str, bool]]:
     """Returns what scratch depends on, and which rows are copied; `rows`: columns of a register tile."""
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
-    panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
+    panel, elements = lanes * _VECTORS, PRODUCTS[product_name(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
     staged = _staged(problem, strides, elements)
     columns, value_columns = up(problem.head_dim, lanes), up(problem.value_dim, lanes)

@@ -1,4 +1,4 @@
-"""The CPU as engines.Engine: each function loads its part of the engine when it is first called."""
+"""The CPU as engines.Engine: all but dense attention is loaded when it is first called."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Words, threads_for
 from ..runtime.tuned import tuning_of
-from .schedule import Schedule, product_of, schedule
+from .schedule import Schedule, product_name, schedule
 
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
@@ -201,7 +201,7 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         "scratch_stride": how.scratch_stride,
         "limit": how.tickets,
         "c": bits_of(abs(c), number),
-        "flip": signs_of(number, PRODUCTS[product_of(problem, how.isa)]) if c < 0 else 0,
+        "flip": signs_of(number, PRODUCTS[product_name(problem, how.isa)]) if c < 0 else 0,
         "divisor": bits_of(problem.dropout_divisor, number),
     }
     words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)

@@ -53,7 +53,7 @@ class Schedule:
         return self.scratch_bytes * self.threads + self.partial_bytes * (self.tickets // self.parts)
 
 
-def product_of(problem: Problem, isa: Isa) -> str:
+def product_name(problem: Problem, isa: Isa) -> str:
     """Names what multiplies, in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
     return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
 
@@ -80,7 +80,7 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads
     allow.
     """
-    lanes, product = isa.lanes(problem.storage), product_of(problem, isa)
+    lanes, product = isa.lanes(problem.storage), product_name(problem, isa)
     rows = [n * problem.group for n in problem.q_lengths]
     wants, tiles = tuning.blocking(product), tuning.register_tiles(isa)
     vectors = min((3, 2, 1), key=lambda n: _blocks(rows, lanes * n) * n / wants.worth[n - 1])
@@ -141,7 +141,7 @@ def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, boo
 
 def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:
     """Returns what scratch depends on. rows: keys of a register tile; staged: whether keys are, and values."""
-    number, elements = number_bytes(problem.storage), PRODUCTS[product_of(problem, isa)]
+    number, elements = number_bytes(problem.storage), PRODUCTS[product_name(problem, isa)]
     units = -(-problem.head_dim // elements)
     return ForwardSizes(
         number=number,
@@ -182,7 +182,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     tasks, enough = heads // together, wants.tasks * threads
     most = -(-spans // wants.spans)
     parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
-    elements = PRODUCTS[product_of(problem, isa)]
+    elements = PRODUCTS[product_name(problem, isa)]
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),
         rows=rows,

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 on vectors: the words of ../philox.py, which says what dropout drops.
+"""Philox 4x32-10 on vectors: the words of problem/philox.py, which says what dropout drops.
 
 A word is held in 64 bits, so that one multiplication gives both halves of its product; what is in the upper 32 bits is
 never looked at. What is the same for all lanes may be one number, and is computed once.

@@ -264,7 +264,7 @@ class Exported(torch.nn.Module):
 
 
 READ = """
-import sys, torch, speedlight.autograd.operators
+import sys, torch, speedlight.torch.ops
 program, given = torch.export.load(sys.argv[1]), torch.load(sys.argv[2])
 assert torch.equal(program.module()(*given[:2]), given[2])
 """
