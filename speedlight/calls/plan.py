@@ -12,9 +12,9 @@ from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
 from ..problem.operands import Dense, Strides, stride_of
 from ..problem.options import AllOptions, Method, Shard, public
-from ..problem.plan import Plan
+from ..problem.plan import Plan, over_ranks
 from ..problem.problem import Options, Sizes
-from ..problem.rank_plan import asked_ranks, over_ranks
+from ..problem.rank_plan import asked_ranks
 from .dense import describe_all
 
 if TYPE_CHECKING:

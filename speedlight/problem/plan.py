@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from ..errors import UnsupportedError
 from ..expressions.tree import lazily
 from ..host.tunings import Origin
 from .problem import TILE, Problem
+from .rank_plan import Asked, Rates, Spread, spread
 from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes
-
-if TYPE_CHECKING:
-    from .rank_plan import Spread
 
 
 class Run(NamedTuple):
@@ -229,6 +228,18 @@ def plan_of(
         origin=run.origin,
         measured=measured,
     )
+
+
+def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
+    """Returns the plan with its figures over several ranks, at the roofs of this machine."""
+    if plan.roofs is None:
+        raise UnsupportedError(f"ranks: expected an engine whose roofs are measured; got {plan.engine}.")
+    if plan.problem.dropout:
+        raise UnsupportedError(
+            f"dropout: expected 0 beside ranks=; got {plan.problem.dropout:g}. Several processes have no dropout."
+        )
+    rates, each = Rates(plan.roofs.flops, plan.roofs.bytes), pair_flops(plan.problem, backward=plan.backward)
+    return replace(plan, ranks=spread(plan.problem, asked, rates, each, packed=packed, backward=plan.backward))
 
 
 def pair_flops(problem: Problem, *, backward: bool = False) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, UnsupportedError, shown
 from . import checks
 from . import rank_costs as costs
-from .plan import Plan, pair_flops
 from .problem import Problem
 from .rank_costs import Case, Estimate, Link, Rates, balance_of
 from .shard_visibility import check_sizes
@@ -174,15 +173,3 @@ def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool, othe
         f"{expected} where {asked.ranks} ranks cannot have as many whole heads each, of {problem.q_heads} of q and "
         f"{problem.kv_heads} of k and v; got {asked.method!r}."
     )
-
-
-def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
-    """Returns the plan with its figures over several ranks, at the roofs of this machine."""
-    if plan.roofs is None:
-        raise UnsupportedError(f"ranks: expected an engine whose roofs are measured; got {plan.engine}.")
-    if plan.problem.dropout:
-        raise UnsupportedError(
-            f"dropout: expected 0 beside ranks=; got {plan.problem.dropout:g}. Several processes have no dropout."
-        )
-    rates, each = Rates(plan.roofs.flops, plan.roofs.bytes), pair_flops(plan.problem, backward=plan.backward)
-    return replace(plan, ranks=spread(plan.problem, asked, rates, each, packed=packed, backward=plan.backward))

@@ -70,8 +70,8 @@ MUTATIONS = (
     Mutation(
         "autocast is for speedlight.torch alone",
         "front.py",
-        'if arrays.is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():',
-        "if arrays.is_tensor(q) and False:",
+        'if is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():',
+        "if is_tensor(q) and False:",
         "tests/adapters/torch/test_torch_doors.py -k autocast",
     ),
     Mutation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,12 +13,14 @@ from ...problem.block_tables import page_lists
 from ...problem.build import Stated
 from ...problem.gradients import Asked
 from ...problem.operands import Dense, Operands, PagedKeys, PageTables, Rows, Strides
-from ...problem.plan import Plan
 from ...problem.problem import Problem
 from ...problem.results import Results
 from ..memory.records import SLACK
 from ..runtime.workers import get_threads
 from . import forward_call
+
+if TYPE_CHECKING:
+    from ...problem.plan import Plan
 
 
 def attend(

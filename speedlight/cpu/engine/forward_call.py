@@ -7,18 +7,18 @@ import struct
 from collections.abc import Sequence
 from functools import partial
 from operator import sub
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...arrays.dtypes import STORAGE_BYTES
 from ...errors import ArgumentError
 from ...expressions.program import Program
+from ...host.forks import importing
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
 from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
-from ...problem.plan import Plan, Roofs, Run, plan_of
 from ...problem.problem import LAYOUTS, TILE, Problem
 from ...problem.results import ResultForm
 from ...problem.work import all_pairs
@@ -30,6 +30,9 @@ from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Words, threads_for
 from ..runtime.tuned import tuning_of
 from .schedule import Schedule, product_name, schedule
+
+if TYPE_CHECKING:
+    from ...problem.plan import Plan, Roofs
 
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
@@ -49,6 +52,9 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
     """Returns the plan of a call on this machine."""
+    with importing:
+        from ...problem.plan import Run, plan_of
+
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes, how.tuning.origin)
     measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
