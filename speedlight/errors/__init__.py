@@ -41,3 +41,10 @@ __all__ = [
     "rename",
     "shown",
 ]
+
+for _error in (
+    ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, CommunicationError, CompileError, Error, ExpressionError,
+    FileError, ReservationError, UnsupportedError,
+):  # fmt: skip
+    _error.__module__ = __name__  # what tracebacks and pickles say: where users find it
+del _error

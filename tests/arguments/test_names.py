@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import pickle
 import pydoc
 import re
 import typing
@@ -15,6 +16,7 @@ import pytest
 from conftest import ROOT
 
 import speedlight as sl
+import speedlight.errors
 import speedlight.torch
 from speedlight.arrays.dtypes import CODES, DTYPES
 from speedlight.problem import options as signatures
@@ -110,3 +112,12 @@ def test_types_need_no_other_library():
         imports = [ast.unparse(x) for body in blocks for x in body if isinstance(x, (ast.Import, ast.ImportFrom))]
         others = [x for x in imports if re.match(r"(from|import) (torch|jax)", x)]
         assert path.name in ("jax.py", "xla.py") or not others
+
+
+def test_errors_say_where_users_find_them():
+    """In tracebacks and pickles: in speedlight.errors, wherever their module stands."""
+    errors = [x for x in vars(speedlight.errors).values() if isinstance(x, type) and issubclass(x, sl.Error)]
+    assert len(errors) == 11
+    for error in errors:
+        assert f"{error.__module__}.{error.__qualname__}" == f"speedlight.errors.{error.__name__}"
+        assert type(pickle.loads(pickle.dumps(error("why")))) is error
