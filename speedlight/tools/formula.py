@@ -91,6 +91,9 @@ def _of_file(option: str, path: Path, name: str) -> sl.Expression:
         told = re.sub(r"^(mask|score): ", "", str(error))
         error.args = (f"{option}: {path}: {name}: {told}", *error.args[1:])
         raise
+    except Exception as error:  # the function's own
+        told = f"expected a function of symbols; it raised {_error_text(error)}"
+        raise ArgumentError(f"{option}: {path}: {name}: {told}.") from error
 
 
 def _error_text(error: Exception) -> str:
@@ -104,8 +107,9 @@ def _parsed(option: str, text: str) -> ast.expr:
             return tree
     except (SyntaxError, ValueError) as error:
         why = getattr(error, "msg", None) or error
+        way = f" Name its function: {text.strip()}:name." if text.strip().endswith(".py") else ""
         raise ArgumentError(
-            f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shortened(text)} ({why})."
+            f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shortened(text)} ({why}).{way}"
         ) from None
     except (RecursionError, MemoryError):
         pass

@@ -155,6 +155,7 @@ band = sl.causal() & sl.window(3, 0)
 def heads(b, h, i, j): return (j <= i) & (h > 1)
 def number(b, h, i, j): return i
 def half(s, b, h, i, j): return s / 2
+def fails(b, h, i, j): raise KeyError("no such mask")
 three = 3
 """
 
@@ -177,13 +178,16 @@ def test_masks_and_scores_come_from_a_file(here, tmp_path):  # noqa: F811
         ("number", "m.py: number: expected a bool result of number() in"),
         ("three", "m.py: three: expected a function, a pattern such as sl.causal()"),
         ("half", "m.py: half: expected the arguments (b, h, i, j) of a mask; got a function of 5 arguments."),
-        ("none", "m.py: expected one of its names band, half, heads, number, sl, three; got 'none'."),
+        ("none", "m.py: expected one of its names band, fails, half, heads, number, sl, three; got 'none'."),
+        ("fails", "m.py: fails: expected a function of symbols; it raised KeyError: 'no such mask'."),
     ],
 )
 def test_errors_of_a_masks_file_name_it(here, tmp_path, name, says):  # noqa: F811
     (tmp_path / "m.py").write_text(MASKS)
     done = here("plan", "--q-len", 5, "--mask", f"{tmp_path}/m.py:{name}")
     assert done.returncode == 2 and "--mask: " in done.stderr and says in done.stderr and not done.stdout
+    alone = here("plan", "--q-len", 5, "--mask", f"{tmp_path}/m.py")
+    assert alone.returncode == 2 and f"Name its function: {tmp_path}/m.py:name." in alone.stderr
 
 
 @pytest.mark.parametrize(
