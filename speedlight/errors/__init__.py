@@ -42,9 +42,12 @@ __all__ = [
     "shown",
 ]
 
-for _error in (
-    ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, CommunicationError, CompileError, Error, ExpressionError,
-    FileError, ReservationError, UnsupportedError,
-):  # fmt: skip
-    _error.__module__ = __name__  # what tracebacks and pickles say: where users find it
-del _error
+
+def _name_their_home() -> None:
+    """Has tracebacks and pickles of every error say where users find it."""
+    for x in list(globals().values()):
+        if isinstance(x, type) and issubclass(x, Error):
+            x.__module__ = __name__
+
+
+_name_their_home()
