@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .. import engines
 from ..arrays.array import describe, on_gpu
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
+from ..errors import Error
 from ..errors.advice import warn_if_swapped
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
-from ..problem.prepared import Prepared, key_of
-from ..problem.problem import Options
+from ..problem.options import form_of
+from ..problem.prepared import Prepared, growing, is_growing, key_of, places_of
+from ..problem.problem import SPAN, Options, spans_of
 from ..problem.results import results_for
 
 _prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of(), with threads and the vector unit
@@ -38,11 +41,17 @@ def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
 def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> tuple[Any, Any]:
     """Returns the key of the call, and its results where it was prepared before; each may be None."""
     tensors = (q, k, v) if out is None else (q, k, v, out)
-    key = key_of(tensors, options, (engines.threads_now(), current_isa().name))
+    machine = engines.threads_now(), current_isa().name
+    grows = growing(tensors, options, machine)
+    key = grows.key if grows is not None else key_of(tensors, options, machine, form_of)
     if key is None or type(return_lse) is not bool:
         return key, None
     known = _prepared.get(key)
-    return key, None if known is None else known.again(tensors, return_lse, options.seed_word())
+    if known is None:
+        return key, None
+    if grows is not None:
+        return key, known.grown(tensors, grows, return_lse, options.seed_word(), options.arrays())
+    return key, known.again(tensors, return_lse, options.seed_word(), arrays=options.arrays())
 
 
 def attend_anew(
@@ -57,10 +66,33 @@ def attend_anew(
     keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
     call = engines.of("cuda" if on_gpu else "cpu").attend(problem, rows, keys, results, options.precision)
     if key is not None and key[1] == call.machine:  # as it was when the key was made
-        target = results.out.final
-        prepared = Prepared((a, b, c, target or results.out), call, staged=target is not None)
-        _prepared.put(key, prepared, prepared.size)
+        _remember(key, call, rows, keys, options, results.out)
     return results.returned()
+
+
+def _remember(key: Any, call: Any, rows: Rows, keys: Dense, options: Options, out: Array) -> None:
+    """Keeps a prepared call under its key; one of few queries is prepared for any keys of as many spans. Where more
+    keys would be refused, nothing is kept.
+    """
+    problem = call.problem
+    if is_growing(key):
+        most = spans_of(max(problem.k_lengths)) * SPAN
+        starts = tuple([most - n for n in problem.q_lengths])
+        first = 1 - max(problem.q_lengths)
+        problem = replace(problem, k_lengths=(most,) * problem.batch, q_starts=starts, first_row=first)
+        try:
+            call = engines.cpu().prepare(problem, rows, keys)
+        except Error:
+            return
+    places = places_of(problem.program, options.arrays())
+    if places is None:
+        return
+    given = rows.q, keys.k, keys.v, out.final or out
+    prepared = Prepared(given, call, staged=out.final is not None, places=places)
+    _prepared.put(key, prepared, prepared.size)
+    for table in [] if problem.program is None else problem.program.tables:
+        if not table.is_own:
+            table.release()
 
 
 def describe_all(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[Array]:

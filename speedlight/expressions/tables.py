@@ -22,6 +22,7 @@ from .tree import Node, convert, kind_of
 from .vectors import Vector
 
 _FEW = 16384  # entries
+_RELEASED: Any = object()  # in place of an array
 
 
 class Table:
@@ -204,6 +205,11 @@ class Table:
             )
         if self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16"):
             self.array[...] = _entries(self.watched, self.name).reshape(self.array.shape)
+
+    def release(self) -> None:
+        """Forgets where the entries lie, once a call that was prepared has its own addresses of them."""
+        self.array = np.broadcast_to(np.zeros((), self.array.dtype), self.array.shape)
+        self.watched, self.place, self.origin = _RELEASED, None, None
 
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""

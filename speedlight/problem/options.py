@@ -137,12 +137,12 @@ _MOST_VALUES = 4096  # of a list that a key may hold
 DEFAULTS: dict[str, Any] = {name: x.__metadata__[0] for name, x in AllOptions.__annotations__.items()}
 
 
-def exact_key(options: Sequence[Any]) -> tuple[Any, ...] | None:
+def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) -> tuple[Any, ...] | None:
     """Returns what is equal for options that mean the same to the bit; None for a type that may change or is odd.
 
-    Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores are
-    expressions, which never change, and are known by what they compute. A seed is none of it: it is a word of every
-    call, and another one would come with each.
+    Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores that are
+    expressions, which never change, are known by what they compute. A seed is none of it: it is a word of every
+    call, and another one would come with each. `form`: of masks and scores, where arrays may be part of a key: form_of.
     """
     (
         mask, score, sinks, scale, dropout, seed, causal, window, q_start, layout, cu_q, q_lens, k_start, cu_k,
@@ -158,8 +158,14 @@ def exact_key(options: Sequence[Any]) -> tuple[Any, ...] | None:
         and type(dropout) in _NUMBER
     ):
         return None
-    if not (mask is score is None or (is_immutable(mask) and is_immutable(score))):
-        return None
+    if not mask is score is None:
+        if form is None:
+            if not (is_immutable(mask) and is_immutable(score)):
+                return None
+        else:
+            mask, score = form(mask), form(score)
+            if mask is ... or score is ...:
+                return None
     exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
     key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
     if dropout:
@@ -170,6 +176,38 @@ def exact_key(options: Sequence[Any]) -> tuple[Any, ...] | None:
         return key
     values = tuple(map(_exactly, (window, sinks, cu_q, cu_k, q_lens, k_lens)))
     return None if ... in values else key + values
+
+
+def form_of(x: Any, keys: int | None = None) -> Any:
+    """Returns what a prepared call depends on of a mask or score: an expression itself, of an array that nobody follows
+    shape, strides and dtype; of a list, of each. ... for what may change.
+
+    keys: where the number of keys may change from call to call: then the form of an array that has one row and as many
+    columns, and of an expression that does not depend on how many there are.
+    """
+    if x is None:
+        return None
+    kind = type(x)
+    if kind is Expression:
+        return x if is_immutable(x) and (keys is None or not any([t.of_keys for t in x.tables])) else ...
+    if kind is list or kind is tuple:
+        forms = tuple([form_of(one, keys) for one in x])
+        return ... if ... in forms else forms
+    if kind is np.ndarray:
+        form = x.shape, x.strides, x.dtype
+    else:
+        torch = sys.modules.get("torch")
+        if torch is None or kind is not torch.Tensor or not x.is_cpu or x.is_nested:
+            return ...
+        if x.layout is not torch.strided or x.is_neg():
+            return ...
+        if x.requires_grad and torch.is_grad_enabled():
+            return ...
+        form = x.shape, x.stride(), x.dtype
+    if keys is None:
+        return form
+    shape = form[0]
+    return (shape[:-1], form[1][-1], form[2]) if len(shape) > 1 and shape[-1] == keys > 1 == shape[-2] else ...
 
 
 def _exactly(x: Any) -> Any:

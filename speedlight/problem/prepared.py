@@ -1,9 +1,10 @@
 """Prepared: a call that was checked and prepared once, and runs again for arrays of the same form at other addresses.
 
 It depends on what its key says: shapes, strides, dtypes and kind of the arrays; every option, by exact type and bits,
-but for the seed; mask and score, by what they compute; and what whoever keeps it adds (threads, vector unit, how many
-sequences). Addresses, memory and overlap are checked each time; the seed, lengths of keys and lists of pages are
-arguments of each call.
+but for the seed; mask and score, by what they compute, arrays among them by their form; and what whoever keeps it adds
+(threads, vector unit, how many sequences). Addresses, memory and overlap are checked each time; the seed, lengths of
+keys and lists of pages are arguments of each call. One that is kept for any number of keys (growing) has their
+strides, and those of masks and scores, as arguments, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,19 +20,21 @@ from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import has_bytes
+from ..expressions.program import LENGTHS, STRIDES, TABLE_WORDS
 from ..host.shortcuts import address_of, count_write
+from .options import form_of
 from .problem import Options, spans_of
 from .results import deliver, fresh
 
 _Ints = Sequence[int] | None
 
 
-def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]) -> Any:
+def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...], form: Any = None) -> Any:
     """Returns the memo key of a call; None if arrays are neither NumPy's nor PyTorch's, or an option is mutable.
 
-    `machine`: threads and vector unit, or whatever else a prepared call depends on.
+    `machine`: threads and vector unit, or whatever else a prepared call depends on. `form`: as exact_key() has it.
     """
-    of_options = options.key()
+    of_options = options.key(form)
     if of_options is None:
         return None
     key: list[Any] = [of_options, machine]
@@ -57,6 +60,113 @@ def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...])
     return tuple(key)
 
 
+_FEW = 16  # queries with which a call is kept for any number of keys
+_HEADS_FIRST = {"bhld": True, "blhd": False}
+
+
+class Growing(NamedTuple):
+    """A call of few queries over any number of keys, as in decoding."""
+
+    key: Any  # of a memo: its form, but for the number of keys
+    keys: int
+    strides: tuple[int, ...]  # of k, then of v, in bytes: of heads, rows, columns, items
+    ends: tuple[int, int]  # bytes from the address of k, and of v, to the end
+
+
+def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]) -> Growing | None:
+    """Returns what is prepared once for any number of keys; None of a call that is not so.
+
+    Written out, without loops: a step of decoding asks for it.
+    """
+    layout = options.layout
+    heads_first = _HEADS_FIRST.get(layout) if type(layout) is str else None
+    if heads_first is None or len(tensors) != 3 or options.q_start is not None or type(options.causal) is not bool:
+        return None
+    if not options.q_lengths is options.k_lengths is options.cu_seqlens_q is options.cu_seqlens_k is None:
+        return None
+    q, k, v = tensors
+    kind = type(q)
+    if not (kind is type(k) is type(v)):
+        return None
+    try:
+        if kind is np.ndarray:
+            of_q, of_k, of_v, size = q.strides, k.strides, v.strides, 1
+        else:
+            torch: Any = sys.modules.get("torch")
+            if torch is None or kind is not torch.Tensor or torch.autograd.forward_ad._current_level >= 0:
+                return None
+            if not (q.is_cpu and k.is_cpu and v.is_cpu and q.layout is k.layout is v.layout is torch.strided):
+                return None
+            if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+                return None
+            if q.is_neg() or k.is_neg() or v.is_neg():
+                return None
+            of_q, of_k, of_v, size = q.stride(), k.stride(), v.stride(), k.itemsize
+        shape = q.shape
+        if heads_first:
+            (batch, heads, n, dim), (batch_v, heads_v, n_v, dim_v) = k.shape, v.shape
+            (k_item, k_head, k_row, k_column), (v_item, v_head, v_row, v_column) = of_k, of_v
+        else:
+            (batch, n, heads, dim), (batch_v, n_v, heads_v, dim_v) = k.shape, v.shape
+            (k_item, k_row, k_head, k_column), (v_item, v_row, v_head, v_column) = of_k, of_v
+    except (RuntimeError, ValueError):  # a nested tensor, which has no shape; other numbers of dimensions
+        return None
+    if len(shape) != 4 or 0 in shape or not (shape[2 if heads_first else 1] <= _FEW and n == n_v > 0):
+        return None
+    of_options = options.key() if options.mask is options.score is None else options.key(lambda x: form_of(x, n))
+    if of_options is None:
+        return None
+    key = (
+        of_options, machine, shape, of_q, q.dtype, k.dtype, v.dtype, batch, heads, dim, batch_v, heads_v, dim_v,
+        k_column, v_column, 0 < k_head < k_row, spans_of(n),
+    )  # fmt: skip
+    end_k = ((batch - 1) * k_item + (heads - 1) * k_head + (n - 1) * k_row + (dim - 1) * k_column + 1) * size
+    end_v = ((batch_v - 1) * v_item + (heads_v - 1) * v_head + (n - 1) * v_row + (dim_v - 1) * v_column + 1) * size
+    k_item, v_item = k_item if batch > 1 else 0, v_item if batch_v > 1 else 0
+    strides = (k_head, k_row, k_column, k_item, v_head, v_row, v_column, v_item)
+    return Growing(key, n, strides if size == 1 else tuple([x * size for x in strides]), (end_k, end_v))
+
+
+def is_growing(key: tuple[Any, ...]) -> bool:
+    """Returns whether growing() made a key."""
+    return type(key[-1]) is int
+
+
+class Place(NamedTuple):
+    """An array of a mask or score, in a prepared call."""
+
+    slot: int | None  # of its table; None: nothing looks it up
+    end: int  # bytes from its address to its end, of a tensor
+    strides: tuple[int, ...] | None  # of its copy in float32, where there is one
+
+
+def places_of(program: Any, arrays: list[Any]) -> list[Place] | None:
+    """Returns the places of a call's arrays; None if one was copied, but for bfloat16, or is empty."""
+    left = [] if program is None else list(program.tables.items())
+    places = []
+    for x in arrays:
+        found = [n for n, (table, _) in enumerate(left) if table.watched is x]
+        if not found:
+            places.append(Place(None, 0, None))
+            continue
+        table, slot = left.pop(found[0])
+        there = table.array
+        if isinstance(x, np.ndarray):
+            if not x.size or there.ctypes.data != x.ctypes.data:
+                return None
+            places.append(Place(slot, 0, None))
+            continue
+        if not x.numel():
+            return None
+        if there.ctypes.data == x.const_data_ptr():
+            places.append(Place(slot, _reach_of(there)[1], None))
+        elif str(x.dtype) == "torch.bfloat16":
+            places.append(Place(slot, 0, x.detach().float().stride()))
+        else:
+            return None
+    return places
+
+
 class Prepared:
     """A prepared call, and whatever else its next run needs.
 
@@ -65,12 +175,13 @@ class Prepared:
 
     def __init__(
         self, given: Sequence[Array | np.ndarray], call: Any = None, put: Any = None,
-        layers: Sequence[tuple[int, int]] = (), *, staged: bool = False,
+        layers: Sequence[tuple[int, int]] = (), *, staged: bool = False, places: Sequence[Place] = (),
     ) -> None:  # fmt: skip
         """given: q, or q, k and v, with `out` if that is the caller's; or k and v, which are only stored: then there is
         no call. put: the call that stores new tokens. layers: addresses of each one's keys and values. staged: results
-        go to new memory first, since a lookup may turn out to be out of range.
+        go to new memory first, since a lookup may turn out to be out of range. places: of arrays in mask and score.
         """
+        self.places = places
         self.call, self.put, self.layers, self.staged = call, put, layers, staged
         self.reach = [_reach_of(x) for x in given]
         self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
@@ -104,22 +215,85 @@ class Prepared:
         return addresses
 
     def again(
-        self, tensors: tuple[Any, ...], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None
-    ) -> Any:
+        self, tensors: tuple[Any, ...], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None,
+        arrays: Sequence[Any] = (),
+    ) -> Any:  # fmt: skip
         """Runs it for other arrays, with another seed; returns None if an array lacks memory, or `out`, the fourth of
-        them, cannot be written or is not apart from the others.
+        them, cannot be written or is not apart from the others. arrays: those of mask and score.
         """
         at, out = self.addresses(tensors), tensors[3] if len(tensors) == 4 else None
         if at is None or not (out is None or self._is_apart(out, at)):
             return None
+        tables = None
+        if arrays:
+            tables, *_held = self._tables(arrays)
+            if tables is None:
+                return None
         if out is None or not self.staged:
             if not (out is None or type(out) is np.ndarray):
                 count_write(out)
-            return self.attend(tensors[0], at, return_lse, seed, lengths, lists, out=out)
-        results = self.attend(tensors[0], at, return_lse, seed, lengths, lists)
+            return self.attend(tensors[0], at, return_lse, seed, lengths, lists, out=out, tables=tables)
+        results = self.attend(tensors[0], at, return_lse, seed, lengths, lists, tables=tables)
         new, *lse = results if return_lse else (results,)
         deliver(replace(describe(new, "out"), final=describe(out, "out")))
         return (out, *lse) if return_lse else out
+
+    def grown(
+        self, tensors: tuple[Any, ...], found: Growing, return_lse: bool, seed: int, arrays: Sequence[Any]
+    ) -> Any:
+        """Runs it for another number of keys; returns None if an array lacks memory."""
+        q, k, v = tensors
+        if type(q) is np.ndarray:
+            at = [address_of(q), address_of(k), address_of(v)]
+        else:
+            try:
+                at = [q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr()]
+            except RuntimeError:  # a wrapper of torch.func
+                return None
+            (_, end), (end_k, end_v) = self.reach[0], found.ends
+            if not (0 not in at and has_bytes(q, end) and has_bytes(k, end_k) and has_bytes(v, end_v)):
+                return None
+        words = None
+        if arrays:
+            words, *_held = self._tables(arrays, found.keys)
+            if words is None:
+                return None
+        lengths = [found.keys] * q.shape[0]
+        return self.attend(q, at, return_lse, seed, lengths, tables=words, keys=found.strides)
+
+    def _tables(self, arrays: Sequence[Any], keys: int | None = None) -> list[Any]:
+        """Returns the words of tables that lie where these arrays do, and what must be held meanwhile; None in their
+        place if one lacks memory. keys: columns of each, where that may change.
+        """
+        found: list[Any] = [self.call.launch.table_words()]
+        words = found[0]
+        for x, (slot, end, strides) in zip(arrays, self.places, strict=True):
+            if slot is None:
+                continue
+            if type(x) is np.ndarray:
+                address, steps = address_of(x), x.strides
+            else:
+                if strides is not None:
+                    x = x.detach().float()
+                    if keys is None and x.stride() != strides:
+                        return [None]
+                    found.append(x)
+                size = x.itemsize
+                steps = tuple([step * size for step in x.stride()])
+                if keys is not None or strides is not None:
+                    end = sum([(m - 1) * step for m, step in zip(x.shape, steps, strict=True)]) + size
+                try:
+                    address = x.const_data_ptr()
+                except RuntimeError:  # a wrapper of torch.func
+                    return [None]
+                if not (address and has_bytes(x, end)):
+                    return [None]
+            row = slot * TABLE_WORDS
+            words[row] = address
+            if keys is not None:
+                words[row + LENGTHS + 3] = keys
+                words[row + STRIDES + 4 - len(steps) : row + STRIDES + 4] = steps
+        return found
 
     def _is_apart(self, out: Any, at: list[int]) -> bool:
         """Returns whether `out`, the last of arrays at these addresses, can be written and shares no memory with the
@@ -146,10 +320,10 @@ class Prepared:
 
     def attend(
         self, q: Any, at: Sequence[int], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None,
-        new: Any = None, out: Any = None,
+        new: Any = None, out: Any = None, tables: Any = None, keys: Any = None,
     ) -> Any:  # fmt: skip
         """Returns out, or (out, lse). at: addresses of q, keys, values, and of `out`, if it is given. lengths, lists,
-        new: as Call.run() has them.
+        new, tables, keys: as Call.run() has them.
         """
         form = self.call.form
         if out is None:
@@ -157,7 +331,7 @@ class Prepared:
         else:
             out_at = at[3]
         lse, lse_at = fresh(q, form.lse_shape, logarithms=True) if return_lse else (None, 0)
-        self.call.run(at[0], at[1], at[2], out_at, lse_at, seed, lengths, lists, new)
+        self.call.run(at[0], at[1], at[2], out_at, lse_at, seed, lengths, lists, new, None, tables, keys)
         return (out, lse) if return_lse else out
 
 

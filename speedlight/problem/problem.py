@@ -97,6 +97,12 @@ class Options(_Fields):
         """Returns the bytes of what masks and scores that may be part of a key look up, which a key keeps alive."""
         return sum([t.array.nbytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
 
+    def arrays(self) -> list[Any]:
+        """Returns the arrays among mask and scores, each as often as it is given."""
+        if self.mask is self.score is None:
+            return []
+        return [x for x in (self.mask, *scores_of(self.score)) if not (x is None or isinstance(x, Expression))]
+
     key = exact_key
 
 

@@ -307,3 +307,69 @@ def test_memos_are_bounded_in_bytes():
     held = {name: held_by(x) for name, x in known.items()}
     assert {name: size for name, size in held.items() if size > MOST_HELD} == {}
     assert max(held.values()) > 8 * entries  # or nothing was looked at
+
+
+def _placed(r, x):
+    """The same numbers, as tensors of programs lie: contiguous, a part of a larger one, or in another order."""
+    match r.integers(3):
+        case 0:
+            return x.contiguous()
+        case 1:
+            big = torch.full([n + 2 for n in x.shape], float("nan")).to(x.dtype)
+            here = big[tuple(slice(n) for n in x.shape)]
+            return here.copy_(x)
+        case _:
+            return x
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_arrays_of_masks_and_any_number_of_keys_are_arguments(monkeypatch, seed):
+    """Dense masks and biases, in steps whose keys and masks grow, at other addresses and strides, of which some have
+    one key or cross a span: each call is compared with one that is prepared anew.
+    """
+    r = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    dtype = [torch.float32, torch.bfloat16, torch.float16, torch.float64][r.integers(4)]
+    batch, kv_heads, group, dims = (int(r.integers(1, n)) for n in (4, 3, 3, 2))
+    heads, queries, layout = kv_heads * group, int(r.choice([1, 1, 2, 16, 40])), ["bhld", "blhd"][r.integers(2)]
+    lead = [int(r.choice([1, n])) for n in (batch, heads, queries)]
+    form, causal, half, numpy = r.integers(5), bool(r.integers(2)), r.integers(2), r.integers(2)
+    given = []
+    for _ in range(5):
+        keys = int(r.choice([1, 2, 20, 63, 64, 1023, 1024, 1025]))
+        shapes = (batch, heads, queries, 16), (batch, kv_heads, keys, 16), (batch, kv_heads, keys, 8 * dims)
+        arrays = [_placed(r, torch.randn(*x).to(dtype)) for x in shapes]
+        arrays = [x.transpose(1, 2) if layout == "blhd" else x for x in arrays]
+        mask, bias = _placed(r, torch.rand(*lead, keys) > 0.3), torch.randn(*lead, keys)
+        bias = _placed(r, bias.masked_fill_(bias > 1, float("-inf")).to(dtype if half else torch.float32))
+        options: dict[str, Any] = {"causal": causal, "layout": layout, "return_lse": True}
+        options |= [
+            {},
+            {"mask": mask},
+            {"score": bias},
+            {"mask": mask[0, 0], "score": bias},
+            {"score": [bias, mask.float()]},
+        ][form]
+        if numpy and dtype not in (torch.bfloat16,):
+            arrays = [x.numpy() for x in arrays]
+            options |= {x: options[x].numpy() for x in ("mask", "score") if isinstance(options.get(x), torch.Tensor)}
+        given.append((arrays, options))
+    repeated = [sl.attention(*arrays, **options) for arrays, options in given * 2]
+    monkeypatch.setattr(dense, "repeat", lambda *_: (None, None))
+    for found, (arrays, options) in zip(repeated, given * 2, strict=True):
+        for a, b in zip(found, sl.attention(*arrays, **options), strict=True):
+            assert (
+                np.asarray(a).dtype == np.asarray(b).dtype if numpy and dtype != torch.bfloat16 else a.dtype == b.dtype
+            )
+            a, b = (torch.as_tensor(x).float() for x in (a, b))
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+def test_a_prepared_call_keeps_no_array_of_a_mask(rng):
+    q, k, v = (torch.from_numpy(x) for x in qkv(rng, "float32", 1, 2, 2, 40, 40, 16, 16))
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+    first = sl.attention(q, k, v, mask=mask)
+    gone = WeakKeyDictionary({mask: 0})
+    del mask
+    gc.collect()
+    assert not gone and torch.equal(sl.attention(q, k, v, mask=torch.ones(40, 40, dtype=torch.bool).tril()), first)

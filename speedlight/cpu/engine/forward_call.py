@@ -24,7 +24,7 @@ from ...problem.results import ResultForm
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
-from ..memory.records import ENDLESS, ITEM, NEW, STATE, Item, arguments_of
+from ..memory.records import ENDLESS, ITEM, KEYS, NEW, STATE, TABLES, Item, arguments_of
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Words, threads_for
@@ -134,18 +134,22 @@ class Call:
         self, q: int, k: int, v: int, out: int, lse: int, seed: int | None = None,
         lengths: Sequence[int] | None = None, lists: Sequence[int] | None = None,
         new: tuple[Kernel, Any] | None = None, state: tuple[int, int, int, int] | None = None,
+        tables: Any = None, keys: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         """Fills out (and lse, unless 0) at these addresses.
 
         seed: of the caller's, if given. lengths: of keys, others of no more spans; then the last query is at the last
         key. lists: of pages, as these. new: the kernel with which tasks store new tokens first (heads_alone), and its
-        arguments. state: the words that a partial problem has beside the addresses (records.FORWARD).
+        arguments. state: the words that a partial problem has beside the addresses (records.FORWARD). tables: words of
+        tables that lie elsewhere. keys: the strides of k and v, where they are others: of heads, rows, columns, items.
         """
         more: tuple[Words, ...] = ()
         if state is not None:
             more = ((STATE, state),)
         elif new is not None:
             more = ((NEW, (new[0].ticket, ctypes.addressof(new[1]))),)
+        if tables is not None:
+            more += ((TABLES, (ctypes.addressof(tables),)),)
         items_at, threads = self.items_at, 0
         if lengths is not None:
             items = self.items_type.from_buffer_copy(self.items_bytes)
@@ -153,12 +157,18 @@ class Call:
             items[_STARTS] = list(map(sub, lengths, self.problem.q_lengths))
             if lists is not None:
                 items[_LISTS] = lists
+            if keys is not None:
+                more += ((KEYS, (*keys[:3], *keys[4:7])),)
+                if len(lengths) > 1:
+                    items[_K_AT], items[_V_AT] = [[n * keys[x] for n in range(len(lengths))] for x in (3, 7)]
             items_at, threads = ctypes.addressof(items), 1 if sum(lengths) < self.inline_keys else 0
         call = q, k, v, out, lse, self.counts_at, items_at
         self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more, threads)
 
 
-_K_LENS, _STARTS, _LISTS = (slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages))
+_K_LENS, _STARTS, _LISTS, _K_AT, _V_AT = (
+    slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages, ITEM.k_at, ITEM.v_at)
+)
 
 
 def _sinks(problem: Problem) -> np.ndarray | None:

@@ -114,6 +114,8 @@ _COMMON = (
 )  # fmt: skip
 TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
 CALL = slice(len(HEAD), len(HEAD) + len(_CALL))
+TABLES = slice(_COMMON.index("tables"), _COMMON.index("tables") + 1)
+KEYS = slice(_COMMON.index("k_head"), _COMMON.index("v_column") + 1)
 
 # of the kernel that stores new tokens; a run, of those that follow the arguments: tokens of a sequence
 APPEND = Record(

@@ -61,8 +61,12 @@ class Launch:
     @property
     def size(self) -> int:
         """Bytes that it keeps alive, the tables of its mask and score included."""
-        tables = [] if self.program is None else [x.array for x in self.program.tables]
+        tables = [] if self.program is None else [x.array for x in self.program.tables if x.is_own]
         return len(self.template) + sum(x.nbytes for x in (*self.slots, *tables))
+
+    def table_words(self) -> Any:
+        """Returns the words of its tables, for a call that has some of them elsewhere."""
+        return (ctypes.c_int64 * self.slots[1].size).from_buffer_copy(self.slots[1])
 
     @property
     def kernel(self) -> Kernel:
