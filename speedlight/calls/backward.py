@@ -11,7 +11,6 @@ from .. import engines
 from ..arrays.array import describe
 from ..arrays.memory import Array
 from ..errors import UnsupportedError
-from ..expressions.tables import Table
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
@@ -127,7 +126,7 @@ def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: An
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
     if not grads:
         return results
-    more = [reduced(y, x.shape) if isinstance(x, Table) else y for x, y in zip(grads, more, strict=True)]
+    more = [reduced(y, x) for x, y in zip(grads, more, strict=True)]
     return (*results, tuple(_convert(given[0], y) for y in more))
 
 

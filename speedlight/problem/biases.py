@@ -75,10 +75,11 @@ def _square(layout: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, .
 
 
 @standard
-def reduced(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Adds the gradients of entries that were broadcast to those of `shape`: ascending, in float64, rounded once."""
-    if x.shape == shape:
+def reduced(x: np.ndarray, grad: Any) -> np.ndarray:
+    """Adds the gradients of a table's entries that were broadcast: ascending, in float64, rounded once."""
+    if not isinstance(grad, Table) or x.shape == grad.shape:
         return x
+    shape = grad.shape
     padded = (1,) * (x.ndim - len(shape)) + shape
     each = [range(n) if m == 1 else [slice(None)] for n, m in zip(x.shape, padded, strict=True)]
     total = np.zeros(padded)
