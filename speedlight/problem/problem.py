@@ -99,8 +99,9 @@ class Options(_Fields):
 
     def arrays(self) -> list[Any]:
         """Returns the arrays among mask and scores, each as often as it is given."""
-        if self.mask is self.score is None:
-            return []
+        mask, score = self.mask, self.score
+        if score is None:
+            return [] if mask is None or type(mask) is Expression else [mask]
         return [x for x in (self.mask, *scores_of(self.score)) if not (x is None or isinstance(x, Expression))]
 
     key = exact_key
