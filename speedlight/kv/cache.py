@@ -35,12 +35,12 @@ from ..problem.options import (
     public,
     refuse_unknown,
 )
-from ..problem.problem import Options
+from ..problem.problem import PLAIN, Options
 from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved
 from .keeping import Left, kept, shorten, truncated
-from .query import PLAIN, Query, check_queries, padded_tokens, piece_of, query_of
+from .query import Query, check_queries, padded_tokens, piece_of, query_of
 from .running import attend_pieces, run_again
 from .transaction import transact
 
