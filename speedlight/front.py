@@ -175,6 +175,11 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
 compute = public()(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
 
 
+def attend_again(q: Any, k: Any, v: Any, options: Options) -> Any:
+    """Repeats a call of attention() that was prepared and that autograd does not record; None: there is none."""
+    return dense.repeat(q, k, v, options, False, None)[1]
+
+
 def _differentiate(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:
     """Attends where autograd records the call."""
     if out is not None:

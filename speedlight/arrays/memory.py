@@ -37,8 +37,8 @@ class Array:
         if 0 in self.shape:
             return self.address, self.address
         reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
-        low = self.address + sum(min(r, 0) for r in reach)
-        return low, self.address + sum(max(r, 0) for r in reach) + DTYPES[self.dtype][1]
+        low = self.address + sum([r for r in reach if r < 0])
+        return low, self.address + sum([r for r in reach if r > 0]) + DTYPES[self.dtype][1]
 
     def numpy(self) -> np.ndarray:
         """A NumPy view of the same memory, which it keeps alive by itself: the array behind it may be a caller's

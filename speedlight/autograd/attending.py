@@ -14,9 +14,10 @@ from ..arrays.torch_tensors import is_tensor, is_traced
 from ..calls.backward import gradients_of
 from ..calls.dense import attend
 from ..errors import ArgumentTypeError, UnsupportedError
+from ..problem.biases import array_of
 from ..problem.checks import seed_of
 from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, settled
-from ..problem.problem import Options
+from ..problem.problem import Options, scores_of
 from . import higher_order as further
 from . import operators as ops
 from .forms import tensors_of, text_of
@@ -109,7 +110,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
-        out, lse = attend(_alone(q), _alone(k), _alone(v), _plain(known), True)
+        out, lse = attend(_alone(q), _alone(k), _alone(v), _of_arrays(_plain(known)), True)
         ctx.known, ctx.read = known, read
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
@@ -167,3 +168,10 @@ def _alone(x: Any) -> Any:
 def _plain(known: Followed) -> Options:
     """The options of a call that nobody follows."""
     return known.options if known.sinks is None else known.options._replace(sink_logits=known.sinks.detach())
+
+
+def _of_arrays(options: Options) -> Options:
+    """Options in which arrays stand for the tables that read them: then the call is prepared once."""
+    if options.score is None:
+        return options
+    return options._replace(score=[array_of(x) for x in scores_of(options.score)])

@@ -14,18 +14,19 @@ from ..errors import UnsupportedError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
+from ..problem.biases import arrays_of, form_of_bias, reduced, with_own_tables
 from ..problem.build import from_arrays
-from ..problem.gradients import Given, asked, resolved
+from ..problem.gradients import SINKS, Given, asked, resolved
 from ..problem.operands import Operands
 from ..problem.options import AnyArray, ArrayOf, AttentionOptions, Grads, K, T, V, public
 from ..problem.prepared import key_of
-from ..problem.problem import Options
+from ..problem.problem import Options, scores_of
 from ..problem.results import empty_like, like_input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_prepared: Memo[Any] = Memo(128, 64 << 20)  # by key_of(), with threads and the vector unit; not with `grads`
+_prepared: Memo[Any] = Memo(128, 64 << 20)  # by _key_of(), with threads and the vector unit
 _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 
@@ -100,26 +101,48 @@ def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: An
         raise UnsupportedError(
             f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
         )
-    key = key_of(tensors, options, (threads, isa.name)) if type(grads) is tuple and not grads else None
-    call = None if key is None else _prepared.get(key)
+    key = _key_of(tensors, options, (threads, isa.name), grads)
+    call, arrays = None if key is None else _prepared.get(key), arrays_of(options)
+    tables = None if call is None else call.tables_at(arrays)
+    call = call if tables else None
     *six, seventh = given if d_lse is not None else (*given, None)
     stated: Any = call
+    wanted = grads
     if call is None:
         options = options.spelled()
+        options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
         stated = from_arrays(six[0], six[1], six[2], options)
     shared = stated.problem.shared
     (dq, a), (dk, b), (dv, c) = [_make_gradient(x, six[0] if shared else x) for x in six[:3]]
     where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
     if call is None:
-        request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
+        request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), wanted)
         call = engines.cpu().backward(request, options.layout, stated, where)
-        if key is not None:
-            _prepared.put(key, call, call.size)
-    more = call.run(where, None if key is None else options.seed_word())
+    more = call.run(where, None if key is None else options.seed_word(), tables)
+    if key is not None and tables is None and call.keep_for(arrays):
+        _prepared.put(key, call, call.size)
     if shared:
         dk, dv = _sum_items(b), _sum_items(c)
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
-    return (*results, tuple(_convert(given[0], y) for y in more)) if grads else results
+    if not grads:
+        return results
+    more = [reduced(y, x) for x, y in zip(grads, more, strict=True)]
+    return (*results, tuple(_convert(given[0], y) for y in more))
+
+
+def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:
+    """Returns the memo key of a call; of further gradients only those of sinks and of arrays that the score adds."""
+    if type(grads) is not tuple:
+        return None
+    scores = scores_of(options.score)
+    asked_for = []
+    for x in grads:
+        at = [n for n, score in enumerate(scores) if score is x]
+        if not (at or (type(x) is str and x == SINKS)):
+            return None
+        asked_for.append(at[0] if at else x)
+    key = key_of(tensors, options, machine, form_of_bias)
+    return key and (*key, *asked_for)
 
 
 gradients_of = public()(_gradients)  # attention_backward() with its options in one

@@ -16,7 +16,7 @@ from ..host.memo import Memo
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
 from ..problem.options import form_of
-from ..problem.prepared import Prepared, growing, is_growing, key_of, places_of
+from ..problem.prepared import Prepared, growing, is_growing, key_of
 from ..problem.problem import SPAN, Options, spans_of
 from ..problem.results import results_for
 
@@ -84,15 +84,13 @@ def _remember(key: Any, call: Any, rows: Rows, keys: Dense, options: Options, ou
             call = engines.cpu().prepare(problem, rows, keys)
         except Error:
             return
-    places = places_of(problem.program, options.arrays())
+    places = call.launch.places_of(options.arrays())
     if places is None:
         return
     given = rows.q, keys.k, keys.v, out.final or out
     prepared = Prepared(given, call, staged=out.final is not None, places=places)
     _prepared.put(key, prepared, prepared.size)
-    for table in [] if problem.program is None else problem.program.tables:
-        if not table.is_own:
-            table.release()
+    call.launch.release_tables()
 
 
 def describe_all(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[Array]:

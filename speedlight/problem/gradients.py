@@ -134,6 +134,8 @@ def _read(x: Any, name: str) -> Any:
 
 def _one(x: Any) -> Any:
     """Returns a whole number as it is now; the call itself refuses anything else."""
+    if x is None or type(x) is int:
+        return x
     n = whole(x)
     return x if n is None else n
 

@@ -20,7 +20,6 @@ from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import has_bytes
-from ..expressions.program import LENGTHS, STRIDES, TABLE_WORDS
 from ..host.shortcuts import address_of, count_write
 from .options import form_of
 from .problem import Options, spans_of
@@ -82,6 +81,8 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
     heads_first = _HEADS_FIRST.get(layout) if type(layout) is str else None
     if heads_first is None or len(tensors) != 3 or options.q_start is not None or type(options.causal) is not bool:
         return None
+    if type(options.k_start) is not int or options.k_start:
+        return None
     if not options.q_lengths is options.k_lengths is options.cu_seqlens_q is options.cu_seqlens_k is None:
         return None
     q, k, v = tensors
@@ -94,6 +95,8 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
         else:
             torch: Any = sys.modules.get("torch")
             if torch is None or kind is not torch.Tensor or torch.autograd.forward_ad._current_level >= 0:
+                return None
+            if torch._C._get_tracing_state() is not None:  # sizes are tensors
                 return None
             if not (q.is_cpu and k.is_cpu and v.is_cpu and q.layout is k.layout is v.layout is torch.strided):
                 return None
@@ -132,41 +135,6 @@ def is_growing(key: tuple[Any, ...]) -> bool:
     return type(key[-1]) is int
 
 
-class Place(NamedTuple):
-    """An array of a mask or score, in a prepared call."""
-
-    slot: int | None  # of its table; None: nothing looks it up
-    end: int  # bytes from its address to its end, of a tensor
-    strides: tuple[int, ...] | None  # of its copy in float32, where there is one
-
-
-def places_of(program: Any, arrays: list[Any]) -> list[Place] | None:
-    """Returns the places of a call's arrays; None if one was copied, but for bfloat16, or is empty."""
-    left = [] if program is None else list(program.tables.items())
-    places = []
-    for x in arrays:
-        found = [n for n, (table, _) in enumerate(left) if table.watched is x]
-        if not found:
-            places.append(Place(None, 0, None))
-            continue
-        table, slot = left.pop(found[0])
-        there = table.array
-        if isinstance(x, np.ndarray):
-            if not x.size or there.ctypes.data != x.ctypes.data:
-                return None
-            places.append(Place(slot, 0, None))
-            continue
-        if not x.numel():
-            return None
-        if there.ctypes.data == x.const_data_ptr():
-            places.append(Place(slot, _reach_of(there)[1], None))
-        elif str(x.dtype) == "torch.bfloat16":
-            places.append(Place(slot, 0, x.detach().float().stride()))
-        else:
-            return None
-    return places
-
-
 class Prepared:
     """A prepared call, and whatever else its next run needs.
 
@@ -175,11 +143,12 @@ class Prepared:
 
     def __init__(
         self, given: Sequence[Array | np.ndarray], call: Any = None, put: Any = None,
-        layers: Sequence[tuple[int, int]] = (), *, staged: bool = False, places: Sequence[Place] = (),
+        layers: Sequence[tuple[int, int]] = (), *, staged: bool = False, places: Any = (),
     ) -> None:  # fmt: skip
         """given: q, or q, k and v, with `out` if that is the caller's; or k and v, which are only stored: then there is
         no call. put: the call that stores new tokens. layers: addresses of each one's keys and values. staged: results
-        go to new memory first, since a lookup may turn out to be out of range. places: of arrays in mask and score.
+        go to new memory first, since a lookup may turn out to be out of range. places: of the arrays in mask and score,
+        as Launch.places_of() has them.
         """
         self.places = places
         self.call, self.put, self.layers, self.staged = call, put, layers, staged
@@ -226,7 +195,7 @@ class Prepared:
             return None
         tables = None
         if arrays:
-            tables, *_held = self._tables(arrays)
+            tables = self.call.launch.tables_at(self.places, arrays)
             if tables is None:
                 return None
         if out is None or not self.staged:
@@ -255,45 +224,11 @@ class Prepared:
                 return None
         words = None
         if arrays:
-            words, *_held = self._tables(arrays, found.keys)
+            words = self.call.launch.tables_at(self.places, arrays, found.keys)
             if words is None:
                 return None
         lengths = [found.keys] * q.shape[0]
         return self.attend(q, at, return_lse, seed, lengths, tables=words, keys=found.strides)
-
-    def _tables(self, arrays: Sequence[Any], keys: int | None = None) -> list[Any]:
-        """Returns the words of tables that lie where these arrays do, and what must be held meanwhile; None in their
-        place if one lacks memory. keys: columns of each, where that may change.
-        """
-        found: list[Any] = [self.call.launch.table_words()]
-        words = found[0]
-        for x, (slot, end, strides) in zip(arrays, self.places, strict=True):
-            if slot is None:
-                continue
-            if type(x) is np.ndarray:
-                address, steps = address_of(x), x.strides
-            else:
-                if strides is not None:
-                    x = x.detach().float()
-                    if keys is None and x.stride() != strides:
-                        return [None]
-                    found.append(x)
-                size = x.itemsize
-                steps = tuple([step * size for step in x.stride()])
-                if keys is not None or strides is not None:
-                    end = sum([(m - 1) * step for m, step in zip(x.shape, steps, strict=True)]) + size
-                try:
-                    address = x.const_data_ptr()
-                except RuntimeError:  # a wrapper of torch.func
-                    return [None]
-                if not (address and has_bytes(x, end)):
-                    return [None]
-            row = slot * TABLE_WORDS
-            words[row] = address
-            if keys is not None:
-                words[row + LENGTHS + 3] = keys
-                words[row + STRIDES + 4 - len(steps) : row + STRIDES + 4] = steps
-        return found
 
     def _is_apart(self, out: Any, at: list[int]) -> bool:
         """Returns whether `out`, the last of arrays at these addresses, can be written and shares no memory with the

@@ -18,6 +18,9 @@ from torch.nn import functional
 
 from .. import ArgumentError
 from ..adapting import check_flag
+from ..autograd.attending import is_plain
+from ..front import attend_again
+from ..problem.problem import brief_options
 from . import fast_path, flash_kernels
 from .dot_product import only_pytorch_takes, scaled_dot_product_attention
 from .routing import (
@@ -149,14 +152,53 @@ def _register() -> None:
 
 def _kernel(place: str, keys: Any, *given: Any, **options: Any) -> Tensor:
     """Computes here, or by PyTorch's own of that place, with its own flash kernel if we were asked."""
-    out = _attend(*given, **options) if is_ours() else None
-    if out is not None:
-        return out
+    if is_ours():
+        out = _attend_again(*given, **options)
+        if out is None:
+            out = _attend(*given, **options)
+        if out is not None:
+            return out
     original = _originals[place]
     if not is_ours():
         return original.call_boxed(keys, *given, **options)
     with ask(False):
         return original.call_boxed(keys, *given, **options)
+
+
+def _attend_again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Repeats a call that was prepared, whatever took it first, where PyTorch's rules are attention()'s; else None."""
+    if torch.compiler.is_dynamo_compiling() or dropout_p or torch._C._is_any_autocast_enabled() or not is_plain():
+        return None
+    shape, of_key = query.shape, key.shape
+    if len(shape) != 4 or len(of_key) != 4 or shape[0] != of_key[0] or not shape[3]:
+        return None
+    if of_key != value.shape or not (enable_gqa or shape[1] == of_key[1]) or query.dtype != key.dtype:
+        return None
+    mask = score = None
+    if attn_mask is not None:
+        dtype = attn_mask.dtype
+        if is_causal or attn_mask.dim() < 2:
+            return None
+        if dtype is torch.bool:
+            mask = attn_mask
+        elif dtype is torch.float32 or dtype is query.dtype:
+            score = attn_mask
+        else:
+            return None
+    out = attend_again(query, key, value, brief_options(mask, score, scale, "top-left" if is_causal else False))
+    if out is not None:
+        count_taken(SDPA)
+    return out
 
 
 def _attend(

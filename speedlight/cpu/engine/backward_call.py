@@ -20,10 +20,10 @@ from ...problem.operands import Operands, Strides, step_of_items, stride_of
 from ...problem.plan import Plan, Run, pair_flops, plan_of
 from ...problem.problem import FAR_LSE, LAYOUTS, QUERY_BLOCK, Problem
 from ..memory.operands import steps
-from ..memory.records import BACKWARD, GRADIENTS, GradientItem
+from ..memory.records import BACKWARD, GRADIENTS, TABLES, GradientItem
 from ..memory.shape import Kind, Shape
 from ..runtime.compile import symbol_of
-from ..runtime.launch import Launch, threads_for
+from ..runtime.launch import Launch, Words, threads_for
 from ..runtime.tuned import tuning_of
 from .backward_schedule import (
     BackwardSchedule,
@@ -47,6 +47,7 @@ class Gradients:
         self.unwritten = _unwritten(self.problem, lies)
         program, skew = program_of(self.problem, backward=True), 0
         self.sums = sums_of(self.problem, request.tables)
+        self.places: tuple[Any, ...] = ()  # of arrays in mask and score, for each launch
         self.tables = None  # the call that adds to their gradients, where that of dq, dk and dv does not
         if self.sums is not None:
             if self.sums.beside(self.problem, program, threads, wants):
@@ -62,17 +63,34 @@ class Gradients:
         """Bytes that it keeps alive."""
         return self.call.size + (0 if self.tables is None else self.tables.size)
 
-    def run(self, x: Operands, seed: int | None = None) -> tuple[np.ndarray, ...]:
+    def keep_for(self, arrays: list[Any]) -> bool:
+        """Makes it ready for other arrays in mask and score than those it was prepared with; False if it cannot be."""
+        launches = [x.launch for x in (self.call, self.tables) if x is not None]
+        places = [x.places_of(arrays) for x in launches]
+        if None in places:
+            return False
+        for launch in launches:
+            launch.release_tables()
+        self.places = tuple(zip(launches, places, strict=True))
+        return True
+
+    def tables_at(self, arrays: list[Any]) -> list[Any] | None:
+        """Returns the words of tables for arrays that lie elsewhere, of each kernel; None if one lacks memory."""
+        found = [launch.tables_at(places, arrays) if arrays else () for launch, places in self.places]
+        return None if None in found else found
+
+    def run(self, x: Operands, seed: int | None = None, arrays: list[Any] | None = None) -> tuple[np.ndarray, ...]:
         """Fills dq, dk and dv, or adds to them; returns the further gradients that are asked for. seed: the caller's,
-        if given.
+        if given. arrays: what tables_at() gave.
         """
         for name in self.unwritten:
             getattr(x, name).numpy()[...] = 0
         count = 1 if self.tables is None else self.tables.how.tickets.progress
         found, shares = ({}, None) if self.sums is None else self.sums.new(self.problem, count)
-        self.call.run(x, self._sums(x), seed, shares if self.tables is None else None)
+        of_call, of_tables = (*arrays, None)[:2] if arrays else (None, None)
+        self.call.run(x, self._sums(x), seed, shares if self.tables is None else None, tables=of_call)
         if self.tables is not None:
-            self.tables.run(x, [x.dq.numpy()] * 3, seed, shares)
+            self.tables.run(x, [x.dq.numpy()] * 3, seed, shares, tables=of_tables)
         tables = {at: added(each) for at, each in found.items()}
         grads = self.request.grads
         return tuple(self._narrowed(self._sinks(x) if y == SINKS else tables[id(y)]) for y in grads)
@@ -221,10 +239,11 @@ class BackwardCall:
         return self.items.nbytes + self.how.tickets.table.nbytes + self.launch.size
 
     def run(
-        self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None, counts: int = 0
-    ) -> None:
+        self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None, counts: int = 0,
+        tables: Any = None,
+    ) -> None:  # fmt: skip
         """Fills the gradients. sums: where dq, dk and dv are summed. shares: where gradients of tables are. seed: the
-        caller's, if given. counts: an address of COUNTS, which then are counted.
+        caller's, if given. counts: an address of COUNTS, which then are counted. tables: of Launch.tables_at().
         """
         lse, d_lse = (None if a is None else np.ascontiguousarray(a.numpy()) for a in (x.lse, x.d_lse))
         progress = (ctypes.c_int64 * self.how.tickets.progress)()
@@ -233,7 +252,10 @@ class BackwardCall:
             x.d_out.address, _address(d_lse), x.dq.address, x.dk.address, x.dv.address, *map(_address, sums),
             ctypes.addressof(progress), _address(shares),
         )  # fmt: skip
-        self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, ((GRADIENTS, gradients),))
+        more: tuple[Words, ...] = ((GRADIENTS, gradients),)
+        if tables:
+            more += ((TABLES, (ctypes.addressof(tables[0]),)),)
+        self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more)
 
 
 def _guessed_seconds(problem: Problem, how: BackwardSchedule, elements: int) -> float:

@@ -140,8 +140,8 @@ class Call:
 
         seed: of the caller's, if given. lengths: of keys, others of no more spans; then the last query is at the last
         key. lists: of pages, as these. new: the kernel with which tasks store new tokens first (heads_alone), and its
-        arguments. state: the words that a partial problem has beside the addresses (records.FORWARD). tables: words of
-        tables that lie elsewhere. keys: the strides of k and v, where they are others: of heads, rows, columns, items.
+        arguments. state: the words that a partial problem has beside the addresses (records.FORWARD). tables: as
+        Launch.tables_at() has them. keys: strides of k and v that are others: of heads, rows, columns, items.
         """
         more: tuple[Words, ...] = ()
         if state is not None:
@@ -149,7 +149,7 @@ class Call:
         elif new is not None:
             more = ((NEW, (new[0].ticket, ctypes.addressof(new[1]))),)
         if tables is not None:
-            more += ((TABLES, (ctypes.addressof(tables),)),)
+            more += ((TABLES, (ctypes.addressof(tables[0]),)),)
         items_at, threads = self.items_at, 0
         if lengths is not None:
             items = self.items_type.from_buffer_copy(self.items_bytes)

@@ -5,20 +5,31 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...arrays.memory import pages
+from ...arrays.torch_tensors import has_bytes
 from ...errors import pass_on
-from ...expressions.program import Program
+from ...expressions.program import LENGTHS, STRIDES, TABLE_WORDS, Program
 from ...expressions.tree import Node, out_of_range
+from ...host.shortcuts import address_of
 from ...host.tunings import Threading
 from ..memory.records import CALL, SCRATCH, Record
 from .compile import Kernel, kernel_of
 from .workers import run_alone, run_tickets
 
 Words = tuple[slice, tuple[int, ...]]  # some of the arguments: their place, and what they are
+
+
+class Place(NamedTuple):
+    """An array of a mask or score, in a prepared call."""
+
+    slot: int | None  # of its table; None: nothing looks it up
+    end: int  # bytes from its address to its end
+    strides: tuple[int, ...] | None  # of its copy in float32, where there is one
 
 
 class Launch:
@@ -51,9 +62,11 @@ class Launch:
         self.partials_at = words.get("scratch_stride", 0) * threads
         self.groups = groups[0]
         self.scratch_bytes = self.partials_at + groups[0] * groups[1]
-        self.program, self.lookups, self.slots = program, [], ()
+        self.program, self.lookups = program, []
+        self.slots: tuple[Any, ...] = ()
         if program is not None:
             self.lookups, self.slots = program.lookups, program.host_words()
+            self.tables_type: Any = ctypes.c_int64 * self.slots[1].size
             words = words | {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         self.template = template_of(record, words) + rest
         self.words_type = ctypes.c_int64 * (len(self.template) // 8)
@@ -64,9 +77,68 @@ class Launch:
         tables = [] if self.program is None else [x.array for x in self.program.tables if x.is_own]
         return len(self.template) + sum(x.nbytes for x in (*self.slots, *tables))
 
-    def table_words(self) -> Any:
-        """Returns the words of its tables, for a call that has some of them elsewhere."""
-        return (ctypes.c_int64 * self.slots[1].size).from_buffer_copy(self.slots[1])
+    def places_of(self, arrays: Sequence[Any]) -> list[Place] | None:
+        """Returns the places of a call's dense masks and scores; None if one is empty, or was copied for another reason
+        than that kernels read no bfloat16.
+        """
+        left = [] if self.program is None else list(self.program.tables.items())
+        places = []
+        for x in arrays:
+            found = [n for n, (table, _) in enumerate(left) if table.watched is x]
+            if not found:
+                places.append(Place(None, 0, None))
+                continue
+            table, slot = left.pop(found[0])
+            there, is_numpy = table.array, isinstance(x, np.ndarray)
+            if not there.size:
+                return None
+            if there.ctypes.data == (x.ctypes.data if is_numpy else x.const_data_ptr()):
+                places.append(Place(slot, _end_of(there.shape, there.strides) + there.itemsize, None))
+            elif not is_numpy and str(x.dtype) == "torch.bfloat16":
+                places.append(Place(slot, 0, x.detach().float().stride()))
+            else:
+                return None
+        return places
+
+    def release_tables(self) -> None:
+        """Forgets arrays of masks and scores, which each call has at places of its own."""
+        for table in [] if self.program is None else self.program.tables:
+            if not table.is_own:
+                table.release()
+
+    def tables_at(self, places: Sequence[Place], arrays: Sequence[Any], keys: int | None = None) -> Any:
+        """Returns the words of its tables, of a call that has arrays at other addresses, and what must live as long as
+        they; None if one lacks memory. keys: columns of each, where that may change.
+        """
+        words, held = self.tables_type.from_buffer_copy(self.slots[1]), None
+        for x, (slot, end, strides) in zip(arrays, places, strict=True):
+            if slot is None:
+                continue
+            if type(x) is np.ndarray:
+                address, steps = address_of(x), x.strides
+            else:
+                if strides is not None:
+                    x = x.detach().float()
+                    if keys is None and x.stride() != strides:
+                        return None
+                    held = x, held
+                steps: Any = ()
+                if keys is not None or strides is not None:
+                    size = x.itemsize
+                    steps = [step * size for step in x.stride()]
+                    end = _end_of(x.shape, steps) + size
+                try:
+                    address = x.const_data_ptr()
+                except RuntimeError:  # a wrapper of torch.func
+                    return None
+                if not (address and has_bytes(x, end)):
+                    return None
+            row = slot * TABLE_WORDS
+            words[row] = address
+            if keys is not None:
+                words[row + LENGTHS + 3] = keys
+                words[row + STRIDES + 4 - len(steps) : row + STRIDES + 4] = steps
+        return words, held
 
     @property
     def kernel(self) -> Kernel:
@@ -119,6 +191,11 @@ class Launch:
         finally:
             give_scratch(scratch)
         raise_wrong(self.lookups, wrong)
+
+
+def _end_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns the bytes from an array's first element to its last."""
+    return sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
 
 
 def threads_for(seconds: float, threads: int, wants: Threading) -> int:

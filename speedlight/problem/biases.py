@@ -1,0 +1,89 @@
+"""Biases: dense arrays that scores add and whose gradients are asked for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from ..expressions.tables import Table
+from ..host.rounding import standard
+from .options import form_of
+from .problem import LAYOUTS, QUERY_BLOCK, Options, scores_of
+
+_FEW = 3 * QUERY_BLOCK  # queries; and entries of a bias that is broadcast to all items and heads, at most
+_ENTRIES = 1 << 24
+
+
+def array_of(x: Any) -> Any:
+    """Returns the array that a table reads where it lies; anything else as it is."""
+    return x.array if type(x) is Table and not x.is_own and x.tensor is None else x
+
+
+def arrays_of(options: Options) -> list[Any]:
+    """Returns the arrays among mask and score, those of tables included."""
+    return [array_of(x) for x in options.arrays()]
+
+
+def form_of_bias(x: Any) -> Any:
+    """Returns form_of() masks and scores, a table that is read where it lies as the array that it is."""
+    if type(x) is list:
+        forms = tuple([form_of_bias(one) for one in x])
+        return ... if ... in forms else forms
+    return form_of(array_of(x))
+
+
+def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Options, Any]:
+    """Returns a mask, a score and `grads` whose tables are the call's own, which may outlive those of the caller.
+
+    One whose gradient is asked for is broadcast to all items and heads if queries are few: then each of its entries has
+    one term, which a thread writes and nobody adds to; reduced() adds them. Many are shared out by their positions.
+
+    Args:
+        q, k: shapes, of whatever is refused later, too.
+    """
+    if type(grads) is not tuple or options.mask is options.score is None:
+        return options, grads
+    square, own = _square(options.layout, q, k), {}
+    for x in (options.mask, *scores_of(options.score)):
+        if type(x) is not Table or x.tensor is not None:
+            continue
+        array = x.array
+        if square and array.shape[-2:] == square[-2:] and square[-2] <= _FEW and math.prod(square) <= _ENTRIES:
+            fits = all([n in (1, m) for n, m in zip(array.shape[::-1], square[::-1], strict=False)])
+            array = np.broadcast_to(array, square) if fits and any([x is y for y in grads]) else array
+        if array.shape != x.shape or not x.is_own:
+            own[id(x)] = table = Table(array, x.name, copy=False)
+            table.watched = x.array
+    if not own:
+        return options, grads
+    mask = own.get(id(options.mask), options.mask)
+    score = None if options.score is None else [own.get(id(x), x) for x in scores_of(options.score)]
+    return options._replace(mask=mask, score=score), tuple([own.get(id(x), x) for x in grads])
+
+
+def _square(layout: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns (batch, q_heads, q_len, k_len) of a call that may have dense scores; () of another."""
+    if not isinstance(layout, str) or layout not in LAYOUTS or layout == "lhd":
+        return ()
+    axes = LAYOUTS[layout]
+    if not len(q) == len(k) == len(axes):
+        return ()
+    return q[0] if len(axes) == 4 else 1, q[axes[-3]], q[axes[-2]], k[axes[-2]]
+
+
+@standard
+def reduced(x: np.ndarray, grad: Any) -> np.ndarray:
+    """Adds the gradients of a table's entries that were broadcast: ascending, in float64, rounded once."""
+    if not isinstance(grad, Table) or x.shape == grad.shape:
+        return x
+    shape = grad.shape
+    padded = (1,) * (x.ndim - len(shape)) + shape
+    each = [range(n) if m == 1 else [slice(None)] for n, m in zip(x.shape, padded, strict=True)]
+    total = np.zeros(padded)
+    with np.errstate(all="ignore"):
+        for at in itertools.product(*each):
+            total += x[tuple([slice(n, n + 1) if type(n) is int else n for n in at])]
+        return total.reshape(shape).astype(x.dtype)
