@@ -155,7 +155,7 @@ class PagePool:
                 free += [page]
 
     def _take(self, wherefore: str, count: int) -> list[int]:
-        """So many free pages, or none."""
+        """Takes so many free pages; raises CacheFull, and takes none, where there are fewer."""
         free, taken = self._free, []
         try:
             with self._taking:

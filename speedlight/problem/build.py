@@ -258,7 +258,7 @@ def _apply_options(
 
 
 def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:
-    """Without mask, score and sinks."""
+    """Builds a problem without mask, score and sinks."""
     q_heads, kv_heads, causal = sizes.q_heads, sizes.kv_heads, options.causal
     if (kv_heads == 0 and q_heads) or (kv_heads and q_heads % kv_heads):
         way = of_heads(options.layout, sizes) if q_heads and kv_heads else ""
@@ -287,7 +287,7 @@ def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
 
 
 def _dropping(problem: Problem, options: Options) -> Problem:
-    """With dropout, if there is any: positions are words of the counters of its random numbers."""
+    """Returns the problem with dropout, if there is any: positions are words of the counters of its random numbers."""
     dropout = checks.dropout_of(options.dropout)
     if not dropout:
         return problem
