@@ -142,7 +142,7 @@ def out_for(
 
 
 def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Array, ...]) -> None:
-    """Raises unless `out` can be written: shape and dtype are right, each element has a place of its own, apart from inputs."""
+    """Raises unless `out` can be written: shape, dtype, a place of its own for each element, none of an input."""
     if out.shape != shape:
         raise ArgumentError(f"out: expected shape {shape}; got {out.shape}.")
     if out.dtype != dtype:
