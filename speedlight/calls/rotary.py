@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import describe
+from ..arrays.memory import overlap
 from ..host.rounding import standard
 from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, public
 from ..problem.rotary_angles import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
@@ -111,21 +113,7 @@ def _may_be_cut(x: Any, rotation: Rotation, out: Any) -> bool:
         known = read if out is None else [*read, out]
         if any([y.device.type != "cpu" or not is_plain(y) for y in known]):
             return False
-    return out is None or not any([y is not out and _may_meet(y, out) for y in read])
-
-
-def _may_meet(a: Any, b: Any) -> bool:
-    """Returns whether two arrays, or tensors on the CPU, may overlap in memory."""
-    if library(a) is np:
-        return np.may_share_memory(a, b)
-    (a_low, a_high), (b_low, b_high) = _ends(a), _ends(b)
-    return a_low < b_high and b_low < a_high
-
-
-def _ends(x: Any) -> tuple[int, int]:
-    """First byte and one past the last."""
-    last = sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)])
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    return out is None or not any([y is not out and overlap(describe(y, "x"), describe(out, "out")) for y in read])
 
 
 def _by_pieces(x: Any, rotation: Rotation, out: Any) -> None:

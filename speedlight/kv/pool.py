@@ -19,9 +19,9 @@ from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
 from ..problem.options import AnyArray, ArrayOf, Dtype, Ints, StepCall, StepOptions, T, public, refuse_unknown
-from ..problem.problem import Options
+from ..problem.problem import PLAIN, Options
 from ..problem.tokens import BLOCK, Batch, TokenShape
-from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of
+from .query import Packed, Query, check_asked, packed_tokens, query_of
 from .running import run_packed
 from .sequence import PagedSequence
 from .sharing import Held, in_place, shared_pages, with_pages
@@ -155,7 +155,7 @@ class PagePool:
                 free += [page]
 
     def _take(self, wherefore: str, count: int) -> list[int]:
-        """So many free pages, or none."""
+        """Takes so many free pages; raises CacheFull, and takes none, where there are fewer."""
         free, taken = self._free, []
         try:
             with self._taking:

@@ -64,7 +64,7 @@ class Options(_Fields):
     def of(cls, function: Any, given: Mapping[str, Any]) -> Options:
         """Returns what a public function was given; raises for an option that it lacks."""
         if not given:
-            return _NO_OPTIONS
+            return PLAIN
         refuse_unknown(function, given)
         if "lengths" in given:
             given = dict(given)
@@ -108,15 +108,13 @@ class Options(_Fields):
 
 
 new_options = tuple.__new__  # new_options(Options, (…)) of all fields: in half the time of Options(…)
-_NO_OPTIONS = Options()
+PLAIN = Options()  # all as by default
+_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
 
 
 def brief_options(mask: Any, score: Any, scale: Any, causal: Any) -> Options:
     """Returns Options(mask=…, score=…, scale=…, causal=…), in a fifth of the time."""
-    return new_options(Options, (mask, score, None, scale, *_NO_OPTIONS[4:6], causal, *_NO_OPTIONS[7:]))
-
-
-_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
+    return new_options(Options, (mask, score, None, scale, *PLAIN[4:6], causal, *PLAIN[7:]))
 
 
 class Sizes(NamedTuple):

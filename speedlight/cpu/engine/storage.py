@@ -59,6 +59,18 @@ def _remember_put(
         self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts)), given, options)
 
 
+def _put_of(
+    self: CacheStorage | PoolStorage, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0
+) -> AppendCall:
+    """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie."""
+
+    def make() -> AppendCall:
+        new = [self.new(x, store.memory, counts) for x, store in ((k, self.keys[0]), (v, self.values[0]))]
+        return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
+
+    return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+
+
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
     """Returns the strides of a new array beside queries."""
     return np.empty((*q.shape[:-1], value_dim), numpy_dtype(q.dtype)).strides
@@ -99,7 +111,7 @@ class CacheStorage:
     device = name = "cpu"
     lengths = None  # only the host has them
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back = _move, _before_moves, _put_back
+    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -144,16 +156,11 @@ class CacheStorage:
             slots = lengths if not done else [n + done for n in lengths]
             self._put_of(k, v, part).start((k_at, v_at, *self.addresses[layer]), slots)
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
-        def make() -> AppendCall:
-            new = []
-            for x, store in ((k, self.keys[0]), (v, self.values[0])):
-                item, head, row, column = x.strides
-                items, to = ([i * step for i in range(self.batch)] for step in (item, store.memory.strides[0]))
-                new.append(New(x.dtype.name, head, row, column, items, to))
-            return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
-
-        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+    def new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
+        """Says where new keys or values of each sequence lie, and where its memory begins."""
+        item, head, row, column = x.strides
+        items, to = ([i * step for i in range(self.batch)] for step in (item, memory.strides[0]))
+        return New(x.dtype.name, head, row, column, items, to)
 
     def tokens(self, layer: int, part: str, n: int) -> np.ndarray:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
@@ -277,20 +284,20 @@ class PoolStorage:
 
     device = "cpu"
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back = _move, _before_moves, _put_back
+    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()
-        self.blocks = page_size // BLOCK  # of a page and head
-        self.page_blocks = shape.kv_heads * self.blocks  # numbers from one page to the next
-        memory = (pages, shape.kv_heads, self.blocks)
+        self.page_blocks = page_size // BLOCK  # of each head
+        self.step = shape.kv_heads * self.page_blocks  # numbers from one page to the next
+        memory = (pages, shape.kv_heads, self.page_blocks)
         self.keys, self.values = make_stores(shape, memory, together=True)
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         k, v = self.keys[0], self.values[0]
         self.token_bytes = shape.kv_heads * (k.row + v.row)
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
-        self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
+        self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
         self.checked_step = self.steps.find
 
@@ -307,13 +314,13 @@ class PoolStorage:
 
         What a table says past the pages of its sequence is nobody's, so it is extended in place while it has room.
         """
-        blocks, kept_end, end = self.blocks, used * self.blocks, len(pages) * self.blocks
+        blocks, kept_end, end = self.page_blocks, used * self.page_blocks, len(pages) * self.page_blocks
         if moved or end + SLACK > len(table.numbers):
             longer = np.zeros(max(len(table.numbers), 2 * end + SLACK), np.int64)
             longer[:kept_end] = table.numbers[:kept_end]
             table = _Table(longer)
         for at in (*moved, *range(used, len(pages))):
-            first = pages[at] * self.page_blocks
+            first = pages[at] * self.step
             table.numbers[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
         return table
 
@@ -335,17 +342,11 @@ class PoolStorage:
             addresses = (address_of(k), address_of(v), *self.addresses[layer])
             self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
-        def make() -> AppendCall:
-            first, nowhere = list(itertools.accumulate(counts, initial=0))[:-1], [0] * len(counts)
-            new = [
-                New(x.dtype.name, head, row, column, [n * row for n in first], nowhere)
-                for x in (k, v)
-                for row, head, column in (x.strides,)
-            ]
-            return AppendCall(self.kernel_blocks, new[0], new[1], counts, get_threads(), heads)
-
-        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+    def new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
+        """Says where new keys or values of each sequence lie: one's after the other's; tables tell where they go."""
+        row, head, column = x.strides
+        first = [n * row for n in itertools.accumulate(counts, initial=0)]
+        return New(x.dtype.name, head, row, column, first[:-1], [0] * len(counts))
 
     # --- attending
 
