@@ -277,8 +277,6 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
     """Adds single tiles that the mask or `causal` cuts; returns which are still mixed when they are trimmed."""
     keys, visible = _trimmed(rows, p, t, kind)
     mixed = visible < keys
-    if rows.problem.mask is rows.problem.score is None:  # kernels compute all of a tile that `causal` alone cuts
-        visible = np.where(mixed, 0, visible)
     total.full += int(((keys > 0) & ~mixed).sum())
     total.mixed += int(mixed.sum())
     total.keys += int(keys.sum())

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..arrays.dtypes import STORAGE_BYTES
 from ..errors import UnsupportedError
@@ -11,7 +16,7 @@ from ..host.machine import number_bytes
 from .problem import TILE, Problem
 from .tiles import Rows, counted_pairs, integers_of, lead_of, pairs, tally
 
-_MOST_ROWS = 1 << 62  # of a kv head, that 64 bits number
+_PANELS = 1 << 21  # that are counted at once
 
 
 class Work(NamedTuple):
@@ -33,36 +38,15 @@ def count(
     backward: bool = False,
     watch: Callable[[int], None] = lambda tiles: None,
 ) -> Work:
-    """Counts the work of all heads of all items; items and heads that nothing tells apart are counted once.
-
-    `exact`: pairs are counted one by one where no closed form tells; `watch` hears how many tiles' were, since it
+    """`exact`: pairs are counted one by one where no closed form tells; `watch` hears how many tiles' were, since it
     heard last. `backward`: of a pass back, Rows `alone`.
     """
-    uses = frozenset[str]().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
-    items: dict[Any, list[int]] = {}
-    for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
-        items.setdefault((key, item if "b" in uses else 0), []).append(item)
-    columns = _columns(problem, backward)[0]
-    heads, each = (range(columns), 1) if "h" in uses else (range(min(1, columns)), columns)
-    visible: int | None = 0
-    sums, numbers = [0] * 5, integers_of(problem)
-    for equal in items.values():
-        for head in heads:
-            rows, times = Rows(problem, equal[0], head, panel, numbers, backward), len(equal) * each
-            each_tally = tally(rows)
-            if rows.lead + rows.count >= _MOST_ROWS:
-                raise UnsupportedError(
-                    f"q_heads: expected fewer heads of a key's, or queries, to plan; got {rows.count} rows."
-                )
-            tiles = -(-rows.keys // TILE) * rows.panels
-            full, mixed = each_tally.full, each_tally.mixed
-            for n, x in enumerate((full, mixed, tiles - full - mixed, each_tally.keys, each_tally.mixed_keys)):
-                sums[n] += x * times
-            shown = pairs(rows)
-            if shown is None and exact:
-                shown = counted_pairs(rows, lambda tiles, times=times: watch(tiles * times))
-            visible = None if visible is None or shown is None else visible + shown * times
-    return Work(visible, *sums)
+    if problem.mask is not None or problem.score is not None:
+        return _count_expressions(problem, panel, exact, backward, watch)
+    totals, (columns, heads) = np.zeros(len(Work._fields), dtype=object), _columns(problem, backward)
+    for lengths, times in _distinct(problem, panel, backward).items():
+        totals += np.array(_count_item(lengths, problem.causal, heads, panel, backward), dtype=object) * times
+    return Work(*(int(x) * columns for x in totals))
 
 
 def all_panel_keys(problem: Problem, panel: int, *, backward: bool = False) -> int:
@@ -103,3 +87,98 @@ def least_backward_bytes(problem: Problem) -> tuple[int, int]:
 def materialised_bytes(problem: Problem) -> int:
     """Returns the bytes of scores and weights in memory."""
     return 2 * all_pairs(problem) * STORAGE_BYTES[problem.storage]
+
+
+class _Lengths(NamedTuple):
+    """The lengths that an item's work depends on, where only `causal` hides keys."""
+
+    q_len: int
+    k_len: int
+    start: int  # of the queries, less that of the keys
+    lead: int  # lanes before the first query
+
+
+def _distinct(problem: Problem, panel: int, backward: bool) -> dict[_Lengths, int]:
+    """Those of the items, and how often each comes."""
+    counts: dict[_Lengths, int] = {}
+    for q_len, k_len, start in zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True):
+        key = _Lengths(q_len, k_len, start - problem.k_start, lead_of(start, panel, backward))
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool, watch: Callable[[int], None]) -> Work:
+    """Items and heads that the expressions cannot tell apart are counted once."""
+    uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
+    items: dict[Any, list[int]] = {}
+    for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
+        items.setdefault((key, item if "b" in uses else 0), []).append(item)
+    columns = _columns(problem, backward)[0]
+    heads, each = (range(columns), 1) if "h" in uses else (range(min(1, columns)), columns)
+    visible: int | None = 0
+    sums, numbers = [0] * 5, integers_of(problem)
+    for equal in items.values():
+        for head in heads:
+            rows, times = Rows(problem, equal[0], head, panel, numbers, backward), len(equal) * each
+            each_tally = tally(rows)
+            tiles = -(-rows.keys // TILE) * rows.panels
+            full, mixed = each_tally.full, each_tally.mixed
+            for n, x in enumerate((full, mixed, tiles - full - mixed, each_tally.keys, each_tally.mixed_keys)):
+                sums[n] += x * times
+            shown = pairs(rows)
+            if shown is None and exact:
+                shown = counted_pairs(rows, lambda tiles, times=times: watch(tiles * times))
+            visible = None if visible is None or shown is None else visible + shown * times
+    return Work(visible, *sums)
+
+
+@lru_cache(maxsize=256)
+def _count_item(lengths: _Lengths, causal: bool, heads: int, panel: int, alone: bool) -> tuple[int, ...]:
+    """Counts one Rows' visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
+    q_len, k_len, start, lead = lengths
+    rows = q_len * heads
+    count = -(-(rows + lead) // panel) if rows else 0
+    pairs = (_keys_up_to(start + q_len, k_len) - _keys_up_to(start, k_len)) * heads if causal else rows * k_len
+    # Between these panels, those `period` further see as many keys more, and as many tiles
+    period = heads * TILE // math.gcd(panel, heads * TILE) if causal else 1
+    edges = [(x - start) * heads for x in (-1, 0, k_len - 1, k_len)] if causal else []
+    near = {0, 1, count - 1, count, *[(x + lead) // panel + n for x in edges for n in range(-2, 3)]}
+    ends = sorted([n for n in near if 0 <= n <= count])
+    if rows + lead >= 1 << 62 or any([min(b - a, 2 * period) > _PANELS for a, b in itertools.pairwise(ends)]):
+        raise UnsupportedError(f"q_heads: expected fewer heads of a key's, or queries, to plan; got {q_len} x {heads}.")
+
+    def counted(begin: int, end: int) -> np.ndarray:
+        """Counts these panels' full tiles, all tiles, their keys, keys of mixed tiles."""
+        first = np.arange(begin, end, dtype=np.int64) * panel - lead
+        last = np.minimum(first + panel, rows) - 1
+        low = high = np.full(len(first), k_len, dtype=np.int64)
+        if causal:
+            low, high = (np.clip(start + np.maximum(r, 0) // heads + 1, 0, k_len) for r in (first, last))
+        if alone:  # lanes without a query see nothing
+            low = np.where((first >= 0) & (last - first == panel - 1), low, 0)
+        run = -(-high // TILE)
+        full = np.where(low < high, low // TILE, run)
+        mixed_keys = high - np.where(low < high, full * TILE, high)
+        return np.array([_sum(x) for x in (full, run, high, mixed_keys)], dtype=object)
+
+    total = np.zeros(4, dtype=object)
+    for begin, end in itertools.pairwise(ends):
+        times = (end - begin) // period
+        if times < 3:
+            total += counted(begin, end)
+            continue
+        one, next_one = counted(begin, begin + period), counted(begin + period, begin + 2 * period)
+        total += one * times + (next_one - one) * (times * (times - 1) // 2) + counted(begin + times * period, end)
+    full, run, keys, mixed_keys = map(int, total)
+    return pairs, full, run - full, -(-k_len // TILE) * count - run, keys, mixed_keys
+
+
+def _keys_up_to(n: int, most: int) -> int:
+    """Sum of 1 … n, none of them beyond `most`."""
+    within = min(max(n, 0), most)
+    return within * (within + 1) // 2 + max(n - most, 0) * most
+
+
+def _sum(x: np.ndarray) -> int:
+    """Sum that does not wrap: numbers of one period are near the first."""
+    return int((x - x[:1]).sum()) + len(x) * int(x[0]) if len(x) else 0
