@@ -121,13 +121,17 @@ class MaskSpec:
         if self.padded is not None:
             seen = self.padded[:, first : first + self.k_len]
             lengths = _count_if_right(seen)
-            if lengths is None:
-                masks.append(_make_padding(seen))
-            else:
+            if lengths is not None:
                 options["k_lengths"] = lengths
+            elif self.q_len == 1 and not masks:  # as the array that it is: each step has another
+                options["mask"] = seen[:, None, None]
+            else:
+                masks.append(_make_padding(seen))
         if masks:
             options["mask"] = _join(masks)
-        return options | {"q_start": start} if options else options
+        if options and ("k_lengths" in options or start != self.k_len - self.q_len):  # else where it is by default
+            options["q_start"] = start
+        return options
 
     def in_cache(self, length: int | None) -> Expression | None:
         """Returns the mask over a cache that holds every token, or shows the last `length` itself, of queries that see

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def _remember_put(
     has them.
     """
     if any(counts):
-        self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts), self.addresses), given, options)
+        self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts)), given, options)
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -86,6 +87,12 @@ def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
         self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
 
 
+@functools.cache
+def _numbers(pages: int) -> np.ndarray:
+    """Returns the list of pages of every sequence of a cache: they lie one after another."""
+    return np.arange(pages + SLACK, dtype=np.int64)
+
+
 class CacheStorage:
     """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
@@ -101,10 +108,9 @@ class CacheStorage:
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
         self.pages = self._pages()
-        self.list = np.arange(ring.tokens // TILE + SLACK, dtype=np.int64)  # the pages of every sequence
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
-        self.steps = Steps()
+        self.steps = Steps("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
 
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
@@ -226,7 +232,7 @@ class CacheStorage:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
             stored = self.shape.stored(longest, hiding=self.ring.mask(options.causal), shortest=shortest)
             call = self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
-            return Prepared((q,), call, layers=self.addresses)
+            return Prepared((q,), call)
 
         # it depends on no length beyond the spans: items_for() puts lengths and rows in
         return self.steps.made(("step", q.shape, q.strides, q.dtype, known, most), make)
@@ -235,13 +241,13 @@ class CacheStorage:
         """Keeps a step that was checked with these arrays: q, or q, k and v."""
         if k is not None:
             put = self._put_of(k, v, step.counts, step.call.heads_alone)
-            step = Prepared((q, k, v), step.call, put, self.addresses)
+            step = Prepared((q, k, v), step.call, put)
         elif self.ring.size:  # what a window still has depends on lengths
             return
         self.steps.keep(step, given, options)
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
-        keys = Paged(self.pages, [self.list.ctypes.data] * self.batch)
+        keys = Paged(self.pages, [_numbers(self.ring.tokens // TILE).ctypes.data] * self.batch)
         return prepare(problem, Rows("bhld", q, out_strides), keys, get_threads(), self.isa)
 
 
@@ -285,7 +291,7 @@ class PoolStorage:
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
-        self.steps = Steps()
+        self.steps = Steps("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
         self.checked_step = self.steps.find
 
     # --- tables
@@ -369,7 +375,7 @@ class PoolStorage:
         if any_lengths:
             put = None if k is None else self._put_of(k, v, batch.counts, call.heads_alone)
             known = (q,) if k is None else (q, k, v)
-            self.steps.keep(Prepared(known, call, put, self.addresses), given, options)
+            self.steps.keep(Prepared(known, call, put), given, options)
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer
