@@ -23,6 +23,7 @@ from ..problem.problem import PLAIN, Options
 from ..problem.tokens import BLOCK, Batch, TokenShape
 from .query import Packed, Query, check_asked, packed_tokens, query_of
 from .running import run_packed
+from .saving import save_sequence
 from .sequence import PagedSequence
 from .sharing import Held, in_place, shared_pages, with_pages
 from .transaction import transact
@@ -288,6 +289,10 @@ class PagePool:
     def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
         held, layer = self._of(sequence), self._layer(layer)
         return self._storage.tokens(layer, part, held.pages, held.lengths[layer])
+
+    def _save(self, sequence: PagedSequence, path: Any) -> None:
+        held = self._of(sequence)
+        save_sequence(self._storage, list(held.lengths), held.pages, path)
 
     # --- append and attend
 

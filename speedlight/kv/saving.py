@@ -50,6 +50,15 @@ def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
     write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words | more)
 
 
+def save_sequence(storage: Any, lengths: list[int], pages: list[int], path: Any) -> None:
+    """Writes a sequence of a pool as a cache of one, with room for no more."""
+    where, shape = checked_path(path), storage.shape
+    sizes = {"layers": len(lengths), "batch": 1, "capacity": max(1, *lengths)}
+    sizes |= {name: getattr(shape, name) for name in ("kv_heads", "head_dim", "value_dim")}
+    parts = [storage.parts(layer, pages, n) for layer, n in enumerate(lengths)]
+    write(where, Saved(sizes, shape.dtype, [([n], [n]) for n in lengths], parts), {})
+
+
 def read(path: Path) -> Saved:
     """Reads what write() wrote. Sizes are held against the file, and against each other, before anything is made of
     them.

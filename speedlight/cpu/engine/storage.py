@@ -336,6 +336,18 @@ class PoolStorage:
         each = getattr(self, part)[layer].get(used, self.page_size)  # (pages, heads, page_size, dim)
         return each.swapaxes(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].copy()
 
+    def parts(self, layer: int, pages: list[int], n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """A sequence's keys and values as files have them, as CacheStorage.parts() of a batch of one."""
+        used = np.array(pages[: -(-n // self.page_size)], np.int64)
+        keys, values = (
+            [
+                x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])[:, :, :n]
+                for x in store.parts(used, self.page_size)
+            ]
+            for store in (self.keys[layer], self.values[layer])
+        )
+        return keys, values
+
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""
         if any(batch.counts):
