@@ -10,6 +10,7 @@ The text depends on the structure alone: numbers, addresses, shapes and strides 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ..expressions.operations import OPERATIONS
@@ -137,6 +138,11 @@ class _Text:
         return f"{entry} != 0" if node.kind == "bool" else f"{entry}.to({self.type_of(node.kind)})"
 
 
+def _operator(text: str) -> Callable[[_Range, Any], _Range]:
+    """Makes the method of a Python operator, written as `text` has it."""
+    return lambda self, other: _Range(self.text, self.text.let(text.format(self.name, getattr(other, "name", other))))
+
+
 class _Range:
     """A name in the text, with the operators that bounds.py uses."""
 
@@ -145,45 +151,13 @@ class _Range:
     def __init__(self, text: _Text, name: str) -> None:
         self.text, self.name = text, name
 
-    def _with(self, op: str, other: Any, swap: bool = False) -> _Range:
-        other = other.name if isinstance(other, _Range) else str(other)
-        a, b = (other, self.name) if swap else (self.name, other)
-        return _Range(self.text, self.text.let(f"{a} {op} {b}"))
-
-    def __add__(self, other: Any) -> _Range:
-        return self._with("+", other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> _Range:
-        return self._with("-", other)
-
-    def __rsub__(self, other: Any) -> _Range:
-        return self._with("-", other, swap=True)
-
-    def __mul__(self, other: Any) -> _Range:
-        return self._with("*", other)
-
     def __neg__(self) -> _Range:
         return _Range(self.text, self.text.let(f"-{self.name}"))
 
-    def __and__(self, other: Any) -> _Range:
-        return self._with("&", other)
-
-    def __or__(self, other: Any) -> _Range:
-        return self._with("|", other)
-
-    def __lt__(self, other: Any) -> _Range:
-        return self._with("<", other)
-
-    def __le__(self, other: Any) -> _Range:
-        return self._with("<=", other)
-
-    def __gt__(self, other: Any) -> _Range:
-        return self._with(">", other)
-
-    def __ge__(self, other: Any) -> _Range:
-        return self._with(">=", other)
+    __add__ = __radd__ = _operator("{} + {}")
+    __sub__, __rsub__ = _operator("{} - {}"), _operator("{1} - {0}")
+    __mul__, __and__, __or__ = _operator("{} * {}"), _operator("{} & {}"), _operator("{} | {}")
+    __lt__, __le__, __gt__, __ge__ = (_operator(f"{{}} {op} {{}}") for op in ("<", "<=", ">", ">="))
 
 
 class _Ranges:
