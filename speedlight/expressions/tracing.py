@@ -23,7 +23,7 @@ from .captured import LIBRARIES, Tables, called
 from .operations import LOOKUP_COST, OPERATIONS
 from .symbols import LOOKUP, OF_JAX, Symbol, node_of
 from .tables import Table
-from .tree import SYMBOLS, Node, convert, lazily, merged, order, structure
+from .tree import SYMBOLS, Node, convert, lazily, merged, order, replaced, structure
 from .vectors import is_row
 
 # a user's function; the second of each: written for another library's arrays, or with annotations of its own
@@ -343,16 +343,5 @@ def score_chain(scores: Sequence[Expression]) -> Expression | None:
     """Several scores, left to right, as one."""
     root: Node | None = None
     for one in scores:
-        root = one.root if root is None else _substituted(one.root, root)
+        root = one.root if root is None else replaced(one.root, {"s": root})
     return None if root is None else _checked("score", root)
-
-
-def _substituted(root: Node, s: Node) -> Node:
-    """`root` with the symbol s replaced."""
-    new: dict[int, Node] = {}
-    for node in order(root):
-        if node.op == "symbol" and node.value == "s":
-            new[id(node)] = s
-        elif "s" in node.uses:
-            new[id(node)] = Node(node.op, node.kind, tuple(new.get(id(a), a) for a in node.args), node.value)
-    return new.get(id(root), root)
