@@ -126,11 +126,4 @@ def _is_plain(x: Any, torch: Any) -> bool:
         return False
     if x.requires_grad and torch.is_grad_enabled():
         return False
-    shape = x.shape
-    if 0 in shape:
-        return True
-    last = sum([(n - 1) * step for n, step in zip(shape, x.stride(), strict=True)])
-    try:
-        return x.const_data_ptr() != 0 and has_bytes(x, (last + 1) * x.itemsize)
-    except RuntimeError:  # a wrapper of torch.func
-        return False
+    return _has_memory(x)

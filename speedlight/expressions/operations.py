@@ -8,6 +8,7 @@ computed in: float32, or float64 for float64 arrays.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -176,22 +177,17 @@ def _not_interval(ops: Any, node: Any, a: Any) -> Any:
     return ops.invert(a[1]), ops.invert(a[0])
 
 
-def _and_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """Returns the interval of two conditions, either of which may be unknown (None)."""
-    if node.kind != "bool":
-        return None
-    unknown = ops.truth(False), ops.truth(True)
-    a, b = a or unknown, b or unknown
-    return a[0] & b[0], a[1] & b[1]
+def _logic(join: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Makes the interval of two conditions, either of which may be unknown (None)."""
 
+    def interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
+        if node.kind != "bool":
+            return None
+        unknown = ops.truth(False), ops.truth(True)
+        a, b = a or unknown, b or unknown
+        return join(a[0], b[0]), join(a[1], b[1])
 
-def _or_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """Returns the interval of two conditions, either of which may be unknown (None)."""
-    if node.kind != "bool":
-        return None
-    unknown = ops.truth(False), ops.truth(True)
-    a, b = a or unknown, b or unknown
-    return a[0] | b[0], a[1] | b[1]
+    return interval
 
 
 def _comparison(rule: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
@@ -322,8 +318,8 @@ _ROWS = (
     Operation("eq", 2, ANY, "bool", "==", 1, np.equal, _EQUAL, 0, None, _flat),
     Operation("ne", 2, ANY, "bool", "!=", 1, np.not_equal, _UNEQUAL, 0, None, _flat),
 
-    Operation("and", 2, BITS, None, "&", 1, np.bitwise_and, _and_interval, 0, None, _flat),
-    Operation("or", 2, BITS, None, "|", 1, np.bitwise_or, _or_interval, 0, None, _flat),
+    Operation("and", 2, BITS, None, "&", 1, np.bitwise_and, _logic(operator.and_), 0, None, _flat),
+    Operation("or", 2, BITS, None, "|", 1, np.bitwise_or, _logic(operator.or_), 0, None, _flat),
     Operation("xor", 2, BITS, None, "^", 1, np.bitwise_xor, None, 0, None, _flat),
     Operation("shl", 2, INT, None, "<<", 1, _shl, None, 0, None, _flat),
     Operation("shr", 2, INT, None, ">>", 1, _shr, None, 0, None, _flat),

@@ -47,24 +47,6 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = (
-        "__weakref__",  # by which torch.compile knows that a graph's is gone
-        "_ends",
-        "array",
-        "copies",
-        "kind",
-        "name",
-        "of_heads",
-        "of_items",
-        "of_keys",
-        "origin",
-        "place",
-        "tensor",
-        "version",
-        "watched",
-        "way",
-    )
-
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
