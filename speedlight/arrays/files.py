@@ -36,15 +36,20 @@ def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
                         found[path.stem] = _read_npy(f, path.stat().st_size, path.name)
                 case _:
                     raise FileError(f"{path}: expected a .safetensors, .npz or .npy file.")
-        except Error:
-            raise
-        except OSError as error:
-            pass_on(error, OSError)
-            raise FileError(f"{path}: {error.strerror or error}.") from error
         except Exception as error:  # whatever a damaged file makes a parser say
-            pass_on(error, Exception)
-            raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+            raise _file_error(path, error) from error
     return found
+
+
+def _file_error(path: Path, error: Exception) -> FileError:
+    """Returns what an error says of a file; raises ours again, and what says nothing of it."""
+    if isinstance(error, Error):
+        raise error
+    if isinstance(error, OSError):
+        pass_on(error, OSError)
+        return FileError(f"{path}: {error.strerror or error}.")
+    pass_on(error, Exception)
+    return FileError(f"{path}: damaged, or not what its name says ({error}).")
 
 
 def _safetensors() -> Any:
@@ -119,12 +124,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     try:
         with package.safe_open(path, "np") as f:
             return f.metadata() or {}
-    except OSError as error:
-        pass_on(error, OSError)
-        raise FileError(f"{path}: {error.strerror or error}.") from error
     except Exception as error:
-        pass_on(error, Exception)
-        raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+        raise _file_error(path, error) from error
 
 
 def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
@@ -143,8 +144,7 @@ def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, s
             temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        pass_on(error, OSError)
-        raise FileError(f"{path}: {error.strerror or error}.") from error
+        raise _file_error(path, error) from error
 
 
 def _write(f: BinaryIO, suffix: str, found: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:

@@ -81,13 +81,13 @@ def _mod(a: Any, b: Any) -> Any:
 
 
 def _shl(a: Any, n: Any) -> Any:
-    """0 where n is not in 0 … 63."""
+    """Shifts to the left; 0 where n is not in 0 … 63."""
     inside = (n >= 0) & (n < 64)
     return np.where(inside, np.left_shift(a, np.where(inside, n, 0)), 0)
 
 
 def _shr(a: Any, n: Any) -> Any:
-    """The sign, 0 or -1, where n is not in 0 … 63."""
+    """Shifts to the right; the sign, 0 or -1, where n is not in 0 … 63."""
     return np.right_shift(a, np.where((n >= 0) & (n < 64), n, 63))
 
 
@@ -96,7 +96,7 @@ def _sigmoid(x: Any) -> Any:
 
 
 def _of_angle(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """NaN beyond MOST_ANGLE, as of infinities."""
+    """Makes a function of an angle, NaN beyond MOST_ANGLE as of infinities."""
 
     def definition(x: Any) -> Any:
         x = np.asarray(x)
@@ -106,7 +106,7 @@ def _of_angle(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _erf(x: Any) -> Any:
-    """Python's, of every element: NumPy has none."""
+    """Applies Python's erf to every element: NumPy has none."""
     x = np.asarray(x)
     return np.vectorize(math.erf, otypes=[x.dtype if x.dtype.kind == "f" else np.float64])(x)
 
@@ -127,14 +127,14 @@ def _product_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
 
 
 def _floordiv_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """By one number; by others it is unknown."""
+    """Returns the interval of quotients by one number; by others it is unknown."""
     if node.args[1].op != "number":
         return None
     return _hull(ops, [ops.floordiv(end, b[0]) for end in a])
 
 
 def _mod_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """By one number: of a run of integers that has one quotient, their remainders; else all that there are."""
+    """Returns the interval of remainders by one number: exact for integers of one quotient, else all there are."""
     if node.args[1].op != "number":
         return None
     n = b[0]

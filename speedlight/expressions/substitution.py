@@ -25,6 +25,6 @@ def replaced(x: Expression, by: dict[str, Node]) -> Expression:
 
 
 def _linear(symbol: Node, factor: int, offset: int) -> Node:
-    """Both operations stand there even if one does nothing, so that all offsets make one structure: one kernel."""
+    """Returns factor · symbol + offset, with an addition of 0, too: all offsets make one structure, one kernel."""
     product = symbol if factor == 1 else Node("mul", "int", (symbol, Node("number", "int", value=factor)))
     return Node("add", "int", (product, Node("number", "int", value=offset)))

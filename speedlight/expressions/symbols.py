@@ -298,6 +298,16 @@ def is_traced(*args: Any) -> bool:
     return LOOKUP.get() is not None and bool([x for x in args if is_tensor(x) and not x.ndim])
 
 
+def applied_by_numpy(op: str, *operands: Any) -> Any:
+    """Returns an operation's value on numbers and arrays."""
+    try:
+        return OPERATIONS[op].numpy(*operands)
+    except Exception as error:  # another library's array may refuse by any
+        pass_on(error)
+        got, why = ", ".join(map(shown, operands)), str(error).rstrip(".")
+        raise ExpressionError(f"{op}: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
+
+
 def where(condition: Any, yes: Any, no: Any) -> Any:
     """`yes` where the condition holds, else `no`.
 
@@ -306,12 +316,7 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     score where((j < 4), (s + 1.0), s)
     """
     if not is_traced(condition, yes, no):
-        try:
-            return np.where(condition, yes, no)[()]
-        except Exception as error:  # another library's array may refuse by any
-            pass_on(error)
-            got, why = ", ".join(map(shown, (condition, yes, no))), str(error).rstrip(".")
-            raise ExpressionError(f"where: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
+        return applied_by_numpy("where", condition, yes, no)[()]
     if [x for x in (condition, yes, no) if is_row(x)]:
         return entrywise(by_name, "where", (condition, yes, no))
     c = node_of(condition)

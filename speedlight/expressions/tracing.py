@@ -108,7 +108,7 @@ class Expression:
         return self._before("or", other)
 
     def _before(self, op: str, other: Any) -> Expression:
-        """As _joined, with the other one first."""
+        """Joins another mask with this one, the other first."""
         return expression(other)._joined(op, self) if callable(other) else self._joined(op, other)
 
     def __invert__(self) -> Expression:
@@ -206,13 +206,13 @@ def _role(function: Callable[..., Any], role: str | None, count: int | None) -> 
 
 
 def check_returned(name: str, function: Callable[..., Any], result: Any) -> None:
-    """A function that forgot to return something is named."""
+    """Raises if a function returned nothing, by its name."""
     if result is None:
         raise ExpressionError(f"{name}: expected a result{_origin(function)}; got None. Is a return missing?")
 
 
 def _origin(function: Callable[..., Any]) -> str:
-    """Whose result it is, where somebody else's function is looked at."""
+    """Returns words that name a function and its place; "" for those of libraries."""
     function = inspect.unwrap(function)
     code, module = getattr(function, "__code__", None), str(getattr(function, "__module__", ""))
     if code is None or module.split(".")[0] in LIBRARIES:

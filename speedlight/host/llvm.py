@@ -31,7 +31,7 @@ if hasattr(os, "register_at_fork"):
 def undisturbed(call: Callable[[], _R]) -> _R:
     """Returns or raises what call() does, on a thread of its own; call() must not come here again.
 
-    Who is interrupted while waiting leaves it to its end, for which the next one waits, and every fork.
+    An interrupted caller does not cancel it; later calls and forks wait for its end.
     """
     found: list[_R] = []
     failed: list[BaseException] = []

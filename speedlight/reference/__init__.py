@@ -333,7 +333,7 @@ def weights(q: Any, k: Any, **options: Unpack[AllOptions]) -> np.ndarray:
 
 
 def keep_mask(dropout: float, seed: int, b: int, h: int, i: Any, j: Any) -> np.ndarray:
-    """Which weights `dropout=, seed=` leave: (len(i), len(j)), True where one stays.
+    """Returns which weights `dropout=, seed=` leave: (len(i), len(j)), True where one stays.
 
     Args:
         dropout, seed: as for `speedlight.attention`.

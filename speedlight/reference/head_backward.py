@@ -84,7 +84,7 @@ def exponents(head: Any, score: np.ndarray, lse: np.ndarray) -> np.ndarray:
 
 
 def is_far(head: Any, lse: np.ndarray) -> np.ndarray:
-    """Which rows have such an lse."""
+    """Returns which rows have an lse so large that rounding moved it past a score."""
     return np.abs(lse) >= FAR_LSE["float64" if head.problem.dtype == "float64" else "float32"]
 
 
@@ -128,7 +128,7 @@ def lookup_flows(head: Any, pairs: Pairs, table: Table) -> Iterator[tuple[Node, 
 
 
 def sink_weights(head: Any, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which rows see a sink, its weight in each, and the exponent that this is the power of."""
+    """Returns which rows see a sink, its weight in each, and the exponent that this is the power of."""
     sinks = head.problem.sinks
     sink = -np.inf if sinks is None else sinks[int(head.env["h"])]
     rows = (lse != -np.inf) & (sink != -np.inf)
