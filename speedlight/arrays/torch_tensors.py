@@ -93,8 +93,6 @@ def _has_memory(x: Any) -> bool:
 
 
 _READ = frozenset(("q", "k", "v", "d_out", "d_lse"))  # what no call writes
-
-
 _SIZES: dict[Any, tuple[str, int]] = {}  # name and bytes of a torch.dtype
 
 

@@ -412,7 +412,7 @@ class Walk:
         return rule(self.ops, node, *args)
 
     def _looked_up(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any] | None:
-        """Returns the ends of a table's entries: anything where an index may be out of range; keys are looked at then."""
+        """Returns the ends of a table's entries, which may be anything where an index may be out of range."""
         ops = self.ops
         entries = ops.table(node, index)
         if entries is None:

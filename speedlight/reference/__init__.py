@@ -304,7 +304,7 @@ def _case(function: Any, q: Any, k: Any, v: Any, options: Any) -> Case:
 
 
 def _float64(x: Any) -> np.ndarray:
-    """A copy."""
+    """Returns a copy in float64."""
     return np.array(x.detach().cpu().double() if is_tensor(x) else x, np.float64)
 
 

@@ -78,7 +78,7 @@ class Sums(NamedTuple):
         return cls(*(np.zeros(shape) for _ in cls._fields))
 
 
-def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...] = ()) -> Terms:
+def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...]) -> Terms:
     """Returns the terms of one head of the reference; 0 where a pair is hidden."""
     pairs = pairs_of(head, given, tables)
     p_off = _weight_errors(head, given, pairs, a)

@@ -61,7 +61,7 @@ def backward_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> H
     )
 
 
-def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> Pairs:
+def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...]) -> Pairs:
     """Weights again, from the lse given, and what flows back into every score."""
     products = head.products()
     score = head.scores(products)
