@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .arrays.memory import Array
@@ -28,11 +27,6 @@ class Engine(Protocol):
         self, problem: Problem, rows: Rows, keys: Dense | PagedKeys, results: Results, precision: str = "ieee"
     ) -> Any:
         """Fills the results; returns a prepared call that can run again at other addresses, or None."""
-        ...
-
-    @property
-    def backward(self) -> Callable[..., Any] | None:
-        """Prepares a backward call, (request, layout, stated, operands) → call; None: there is no backward pass."""
         ...
 
     def append(
@@ -61,6 +55,18 @@ class Engine(Protocol):
         ...
 
 
+class Host(Engine, Protocol):
+    """What the CPU offers beside: calls that are prepared and run again, and gradients."""
+
+    def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> Any:
+        """Prepares a call that can run again."""
+        ...
+
+    def backward(self, request: Any, layout: str, stated: Any, operands: Any) -> Any:
+        """Prepares a backward call."""
+        ...
+
+
 def of(device: str) -> Engine:
     """Returns the engine of a device, "cpu" or another."""
     match device:
@@ -71,8 +77,8 @@ def of(device: str) -> Engine:
 
 
 @functools.lru_cache(maxsize=1)
-def cpu() -> Any:
-    """Returns the CPU's engine, with what it alone has."""
+def cpu() -> Host:
+    """Returns the CPU's engine."""
     with importing:
         from .cpu.engine import cpu_engine
 

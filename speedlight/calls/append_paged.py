@@ -108,8 +108,6 @@ def _check_target(k: Array, v: Array) -> None:
     for x in (k, v):
         if not x.writeable:
             raise ArgumentError(f"{x.name}: expected memory that can be written; got a read-only array. Use a copy.")
-        if any([n > 1 and not s for n, s in zip(x.shape, x.strides, strict=True)]):
-            raise ArgumentError(f"{x.name}: expected memory of its own for every token; got an expanded array.")
         if overlaps_itself(x):
             raise ArgumentError(f"{x.name}: expected memory of its own for every token; got pages that share some.")
     if overlap(k, v):

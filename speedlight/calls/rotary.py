@@ -8,12 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import describe
+from ..arrays.memory import overlap
+from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, public
 from ..problem.rotary_angles import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
 
 _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
+_FEW = 64  # tokens and heads
+_WHOLE_OR_NONE, _NUMBERS_OR_NONE = frozenset((int, type(None))), frozenset((int, float, type(None)))
+_COMPUTED = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
+_rotations: Memo[Rotation] = Memo(64, 1 << 20)  # by shape, dtype and every option
 
 
 @public(leaves_graph=False)
@@ -63,10 +70,39 @@ def rotary(
     >>> turned[0, 0, 0].tolist()
     [-1.0, -1.0, 1.0, 1.0]
     """
-    rotation = rotation_of(x, Options(cos, sin, positions, base, interleaved, dims, layout))
+    options = Options(cos, sin, positions, base, interleaved, dims, layout)
+    key = _key_of(x, options) if type(x) is np.ndarray else None
+    rotation = None if key is None else _rotations.get(key)
+    if rotation is None:
+        rotation = rotation_of(x, options)
+        if key is not None:
+            _rotations.put(key, rotation, rotation.cos.nbytes + rotation.sin.nbytes)
+    elif out is None and not interleaved and rotation.dims == x.shape[-1] and x.dtype in _COMPUTED:
+        return _turned_halves(x, rotation.cos, rotation.sin, rotation.dims // 2)
     if out is not None:
         check_out(out, x)
     return _rotated(x, rotation, out)
+
+
+@standard
+def _turned_halves(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, half: int) -> np.ndarray:
+    """turned() of whole rows in the dtype that they are computed in, in half the time."""
+    a, b = x[..., :half], x[..., half:]
+    with np.errstate(all="ignore"):
+        return np.concatenate((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _key_of(x: np.ndarray, options: Options) -> Any:
+    """Returns what the angles of a NumPy array depend on: of few tokens that follow each other, as every layer and head
+    of a step asks for; None of others.
+    """
+    if options.cos is not None or options.sin is not None or x.shape[0] * x.shape[-2] > _FEW:
+        return None
+    _, _, positions, base, interleaved, dims, layout = options
+    kinds = type(positions), type(base), type(interleaved), type(dims), type(layout)
+    if not (kinds[0] in _WHOLE_OR_NONE and kinds[1] in _NUMBERS_OR_NONE and kinds[3] in _WHOLE_OR_NONE):
+        return None
+    return (x.shape, x.dtype, *options, kinds) if kinds[2] is bool and kinds[4] is str else None
 
 
 def _rotated(x: Any, rotation: Rotation, out: Any) -> Any:
@@ -111,21 +147,7 @@ def _may_be_cut(x: Any, rotation: Rotation, out: Any) -> bool:
         known = read if out is None else [*read, out]
         if any([y.device.type != "cpu" or not is_plain(y) for y in known]):
             return False
-    return out is None or not any([y is not out and _may_meet(y, out) for y in read])
-
-
-def _may_meet(a: Any, b: Any) -> bool:
-    """Returns whether two arrays, or tensors on the CPU, may overlap in memory."""
-    if library(a) is np:
-        return np.may_share_memory(a, b)
-    (a_low, a_high), (b_low, b_high) = _ends(a), _ends(b)
-    return a_low < b_high and b_low < a_high
-
-
-def _ends(x: Any) -> tuple[int, int]:
-    """First byte and one past the last."""
-    last = sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)])
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    return out is None or not any([y is not out and overlap(describe(y, "x"), describe(out, "out")) for y in read])
 
 
 def _by_pieces(x: Any, rotation: Rotation, out: Any) -> None:

@@ -24,11 +24,9 @@ from .schedule import check
 from .uploads import check_tables
 
 __all__ = [
-    "Ending", "Found", "State", "append", "arrays_of", "attend", "backward", "check", "check_tables", "device_of",
+    "Ending", "Found", "State", "append", "arrays_of", "attend", "check", "check_tables", "device_of",
     "joined", "merge", "plan", "prepare", "read_tables", "resident_tables", "storage", "synchronize",
 ]  # fmt: skip
-
-backward = None  # gradients are computed on the CPU
 
 
 def attend(problem: Problem, rows: Rows, keys: Dense | PagedKeys, results: Results, precision: str = "ieee") -> None:

@@ -273,6 +273,14 @@ class PoolStorage:
         each = self.rows[layer].tokens(part, pages[: -(-n // self.page_size)])  # (pages, heads, tokens, dim)
         return each.transpose(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].clone()
 
+    def parts(self, layer: int, pages: list[int], n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """A sequence's keys and values as files have them, as CacheStorage.parts() of a batch of one."""
+        used, both = pages[: -(-n // self.page_size)], []
+        for index in (0, 1):
+            planes = [to_numpy(x[used]).swapaxes(0, 1) for x in self.rows[layer].planes(index)]
+            both.append([x.reshape(1, x.shape[0], -1, x.shape[3])[:, :, :n] for x in planes])
+        return both[0], both[1]
+
     def put_back(self, undo: dict[int, _Undo]) -> None:
         """Puts back what each layer had before."""
         for layer, (_, where, below) in undo.items():

@@ -35,19 +35,17 @@ from ..problem.options import (
     public,
     refuse_unknown,
 )
-from ..problem.problem import Options
+from ..problem.problem import PLAIN, Options
 from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved
-from .keeping import Left, kept, shorten, truncated
-from .query import PLAIN, Query, check_queries, padded_tokens, piece_of, query_of
+from .keeping import Left, Lengths, kept, shorten, truncated
+from .query import Query, check_queries, padded_tokens, piece_of, query_of
 from .running import attend_pieces, run_again
 from .transaction import transact
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
 
 
 class KVCache:
@@ -108,9 +106,8 @@ class KVCache:
         )
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
         # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
-        self._held: list[_Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
+        self._held: list[Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers being written to
-        self._every = set(range(self.layers))
         self._undo: dict[int, dict[int, Any]] = {}  # of changes in progress: by layer what the storage puts back
         renew_after_fork(self)
 
@@ -145,6 +142,9 @@ class KVCache:
         """Bytes of the tokens that are held."""
         most = self._ring.tokens or self.capacity
         return sum(min(n, most) for lengths, _ in self._now() for n in lengths) * self.token_bytes
+
+    def _layer(self, layer: Any) -> int:
+        return check_index("layer", layer, self.layers)
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens of every sequence. Waits for the device if a CUDA graph has seen this cache."""
@@ -191,7 +191,7 @@ class KVCache:
                 free,
             )
 
-    def _now(self) -> list[_Lengths]:
+    def _now(self) -> list[Lengths]:
         """Returns the lengths; waits for the device if a replayed CUDA graph may have advanced them."""
         if self._storage.lengths is not None and self._storage.lengths.is_ahead():
             self.synchronize()
@@ -323,12 +323,10 @@ class KVCache:
             if query is None:
                 storage.put(layer, lengths, counts, k, v)
             else:
-                n_new = k.shape[2]
-                pieces = (
-                    pieces_of(n_new, lengths, counts, PIECE if ring.size else max(n_new, 1))
-                    if query.lengths is None
-                    else [piece_of(query, lengths, *after, ring)]
-                )
+                if query.lengths is None:
+                    pieces = pieces_of(k.shape[2], lengths, counts, PIECE if ring.size else max(k.shape[2], 1))
+                else:
+                    pieces = [piece_of(query, lengths, *after, ring)]
                 result = attend_pieces(storage, layer, query, pieces, k, v)
             self._held[layer] = after
             return result
@@ -397,8 +395,7 @@ class KVCache:
         """An independent cache with the same content."""
         return self.select(range(self.batch))
 
-    def __copy__(self) -> KVCache:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: Any) -> KVCache:
         return self.copy()
@@ -451,8 +448,3 @@ class KVCache:
         where = saved.checked_path(path)
         saved.check_whole(where)
         return saved.opened(where, lambda **sizes: cls(**sizes, device=device))
-
-    # --- arguments
-
-    def _layer(self, layer: Any) -> int:
-        return check_index("layer", layer, self.layers)

@@ -16,7 +16,7 @@ from ..problem.windows import Ring
 from .sharing import Held
 from .transaction import transact
 
-_Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
+Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
 
 
 class Left(NamedTuple):
@@ -26,7 +26,7 @@ class Left(NamedTuple):
     moves: Moves = Moves([], [], [], [])
 
 
-def truncated(length: Any, held: list[_Lengths], ring: Ring) -> Left:
+def truncated(length: Any, held: list[Lengths], ring: Ring) -> Left:
     """Returns what truncate() leaves of a cache."""
     return Left(
         shorter_lengths(
@@ -37,7 +37,7 @@ def truncated(length: Any, held: list[_Lengths], ring: Ring) -> Left:
     )
 
 
-def kept(indices: Any, start: Any, held: list[_Lengths], ring: Ring) -> Left:
+def kept(indices: Any, start: Any, held: list[Lengths], ring: Ring) -> Left:
     """Returns what keep() leaves of a cache."""
     starts, paths = paths_of(indices, start, [lengths for lengths, _ in held])
     lengths, moves = [], Moves([], [], [], [])
@@ -142,7 +142,7 @@ def shorten(cache: Any, find_left: Callable[[], Left]) -> None:
             storage.lengths.set([lengths] * cache.layers)
         cache._held = after
 
-    transact(cache, cache._every, change, undo)
+    transact(cache, set(range(cache.layers)), change, undo)
 
 
 def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:

@@ -19,10 +19,11 @@ from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
 from ..problem.options import AnyArray, ArrayOf, Dtype, Ints, StepCall, StepOptions, T, public, refuse_unknown
-from ..problem.problem import Options
+from ..problem.problem import PLAIN, Options
 from ..problem.tokens import BLOCK, Batch, TokenShape
-from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of
+from .query import Packed, Query, check_asked, packed_tokens, query_of
 from .running import run_packed
+from .saving import save_sequence
 from .sequence import PagedSequence
 from .sharing import Held, in_place, shared_pages, with_pages
 from .transaction import transact
@@ -155,7 +156,7 @@ class PagePool:
                 free += [page]
 
     def _take(self, wherefore: str, count: int) -> list[int]:
-        """So many free pages, or none."""
+        """Takes so many free pages; raises CacheFull, and takes none, where there are fewer."""
         free, taken = self._free, []
         try:
             with self._taking:
@@ -288,6 +289,10 @@ class PagePool:
     def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
         held, layer = self._of(sequence), self._layer(layer)
         return self._storage.tokens(layer, part, held.pages, held.lengths[layer])
+
+    def _save(self, sequence: PagedSequence, path: Any) -> None:
+        held = self._of(sequence)
+        save_sequence(self._storage, list(held.lengths), held.pages, path)
 
     # --- append and attend
 

@@ -10,8 +10,6 @@ from ..problem.problem import Options
 from ..problem.tokens import Piece
 from ..problem.windows import Ring
 
-PLAIN = Options()  # of calls that only store
-
 
 class Query(NamedTuple):
     """The queries of a call, and how they attend."""

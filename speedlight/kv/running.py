@@ -29,7 +29,9 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
             if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
             lengths = first.before, first.after
-            return step.step(layer, q, [query.q.address], *lengths, query.return_lse, options.seed_word())
+            return step.step(
+                storage.addresses[layer], q, [query.q.address], *lengths, query.return_lse, options.seed_word()
+            )
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):
@@ -53,7 +55,7 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     step, addresses = found
     n, seed = step.new, options.seed_word()
     if not n:
-        return step.step(layer, arrays[0], addresses, lengths, lengths, return_lse, seed)
+        return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
     totals = [x + n for x in lengths]
     if max(totals) > cache.capacity or (cache._ring.size and n > SPARE):
         return None
@@ -62,7 +64,7 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
         if cache._held[layer] is not held:
             return None  # somebody appended since
         after = totals, cache._ring.reached(written, totals)
-        result = step.step(layer, arrays[0], addresses, lengths, totals, return_lse, seed)
+        result = step.step(storage.addresses[layer], arrays[0], addresses, lengths, totals, return_lse, seed)
         cache._held[layer] = after
         return result
 
@@ -76,11 +78,11 @@ def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
         step, addresses = packed.step
         lists = [x.address for x in batch.tables]
         if query is None:
-            step.step(layer, None, addresses, batch.before, batch.after, False, 0, lists)
+            step.step(storage.addresses[layer], None, addresses, batch.before, batch.after, False, 0, lists)
             return None
         if step.fits(batch.after):
             q, lse, seed = query.given[0], query.return_lse, query.options.seed_word()
-            return step.step(layer, q, addresses, batch.before, batch.after, lse, seed, lists)
+            return step.step(storage.addresses[layer], q, addresses, batch.before, batch.after, lse, seed, lists)
         query, k, v = _anew(storage, query)
         packed = packed._replace(k=k, v=v)
     if packed.k is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,32 +21,13 @@ _LONGEST_WINDOW = 1 << 30  # tokens: a ring has a list of its tiles
 _NAMES = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """The contents of a file, checked."""
 
     sizes: dict[str, int]
     dtype: str
     held: list[tuple[list[int], list[int]]]  # of each layer: lengths, and one past the highest position written
     parts: list[tuple[list[np.ndarray], list[np.ndarray]]]  # of each layer keys and values, plane by plane
-
-    def reserved(self, where: Path, made: Callable[..., Any]) -> Any:
-        """A cache of these sizes, still empty."""
-        try:
-            return made(**self.sizes, dtype=self.dtype)
-        except UnsupportedError:  # of the device
-            raise
-        except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
-            if of_a_handler(error):
-                raise
-            raise FileError(f"{where}: a cache of {self.sizes} cannot be reserved ({error}).") from None
-
-    def fill(self, storage: Any) -> None:
-        """The tokens, and their lengths."""
-        for layer, (keys, values) in enumerate(self.parts):
-            storage.fill(layer, keys, values)
-        if storage.lengths is not None:
-            storage.lengths.set([lengths for lengths, _ in self.held])
 
 
 def checked_path(path: Any) -> Path:
@@ -68,6 +48,15 @@ def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
             stored |= {f"{name}{part}s.{layer}": x for part, x in zip(("", "_scale"), parts, strict=False)}
     words = {n: str(x) for n, x in saved.sizes.items()}
     write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words | more)
+
+
+def save_sequence(storage: Any, lengths: list[int], pages: list[int], path: Any) -> None:
+    """Writes a sequence of a pool as a cache of one, with room for no more."""
+    where, shape = checked_path(path), storage.shape
+    sizes = {"layers": len(lengths), "batch": 1, "capacity": max(1, *lengths)}
+    sizes |= {name: getattr(shape, name) for name in ("kv_heads", "head_dim", "value_dim")}
+    parts = [storage.parts(layer, pages, n) for layer, n in enumerate(lengths)]
+    write(where, Saved(sizes, shape.dtype, [([n], [n]) for n in lengths], parts), {})
 
 
 def read(path: Path) -> Saved:
@@ -97,10 +86,21 @@ def read(path: Path) -> Saved:
 
 
 def opened(path: Path, made: Callable[..., Any]) -> Any:
-    """The cache that a file holds."""
+    """Returns the cache that a file holds, which made() reserves."""
     content = read(path)
-    cache = content.reserved(path, made)
-    content.fill(cache._storage)
+    try:
+        cache = made(**content.sizes, dtype=content.dtype)
+    except UnsupportedError:  # of the device
+        raise
+    except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
+        if of_a_handler(error):
+            raise
+        raise FileError(f"{path}: a cache of {content.sizes} cannot be reserved ({error}).") from None
+    storage = cache._storage
+    for layer, (keys, values) in enumerate(content.parts):
+        storage.fill(layer, keys, values)
+    if storage.lengths is not None:
+        storage.lengths.set([lengths for lengths, _ in content.held])
     cache._held = content.held
     return cache
 

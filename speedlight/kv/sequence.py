@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ..arrays.integers import integer
@@ -98,6 +99,21 @@ class PagedSequence:
     def free(self) -> None:
         """Returns its pages. The handle is of no use afterwards."""
         self.pool._shorten(self, None)
+
+    def save(self, path: str | Path) -> None:
+        """Writes its tokens to a .safetensors file, which KVCache.load() reads as a cache of one sequence: its keys and
+        values go on in a pool by append(), or the cache attends by itself, with the same bits.
+
+        >>> import numpy as np, pathlib, tempfile, speedlight as sl
+        >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
+        >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
+        >>> pool.append(0, [a], x, x)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     a.save(pathlib.Path(folder, "prompt.safetensors"))
+        ...     sl.KVCache.load(pathlib.Path(folder, "prompt.safetensors")).lengths(0)
+        (20,)
+        """
+        self.pool._save(self, path)
 
     def keys(self, layer: int) -> Any:
         """A copy: (kv_heads, length, head_dim). Of codes, codes · scales in float32."""

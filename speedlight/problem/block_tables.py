@@ -18,7 +18,7 @@ _SHORT = 256  # bytes of a block table that is read number by number, if it has 
 
 
 def check_pages(k: Array, v: Array) -> None:
-    """Shapes of keys and values in pages."""
+    """Raises unless keys and values in pages have shapes that go together."""
     if len(k.shape) != 4 or min(k.shape[1:]) < 1:
         raise ArgumentError(
             f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.{_of_both(k.shape)}"
@@ -38,7 +38,7 @@ def _of_both(shape: tuple[int, ...]) -> str:
 
 
 def page_numbers(pages: int) -> str:
-    """Which there are, for messages."""
+    """Returns the page numbers that there are, for messages."""
     return f"pages from 0 to {pages - 1}" if pages else "no page, since there are none"
 
 

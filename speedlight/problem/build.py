@@ -27,6 +27,8 @@ from . import checks
 from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Options, Problem, Sizes, scores_of
 
+_Square = tuple[int, int] | None  # rows and columns of a mask that is an array; packed sequences have none
+
 
 class Stated(NamedTuple):
     """A problem, and the offsets of packed sequences in q and in k, where there are any."""
@@ -78,7 +80,7 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
         why = "whose sequences are those of cu_seqlens_q" if o.layout == "lhd" else "which has no batch"
         raise ArgumentError(f"batch: expected 1 for layout={o.layout!r}, {why}; got {batch}.")
     dtype = checks.dtype_name(sizes.dtype)
-    return _stated(Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), o).problem
+    return _stated(Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), o, {}).problem
 
 
 def _longest(name: str, length: Any, offsets: str, lengths: str, options: Options) -> Any:
@@ -119,14 +121,12 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     if len(layout) == 4:
         check_batch(k, v, batch)
     shared = batch_of(k.shape, layout) != batch
-    stated = _stated(Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), options)
-    if not (shared or widened):
-        return stated
-    return stated._replace(problem=replace(stated.problem, shared=shared, widened=widened))
+    sizes = Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
+    return _stated(sizes, options, {"shared": shared, "widened": widened} if shared or widened else {})
 
 
-def _stated(sizes: Sizes, options: Options) -> Stated:
-    """The problem of these sizes under all of a call's options."""
+def _stated(sizes: Sizes, options: Options, fields: dict[str, Any]) -> Stated:
+    """The problem of these sizes under all of a call's options; fields: more of the problem's."""
     packed = options.layout == "lhd"
     cu_q = cu_k = None
     if packed:
@@ -134,13 +134,7 @@ def _stated(sizes: Sizes, options: Options) -> Stated:
         q_lens, k_lens = (tuple(b - a for a, b in itertools.pairwise(c)) for c in (cu_q, cu_k))
     else:
         q_lens, k_lens = _padded_lengths(sizes, options)
-    problem = _dropping(_problem(sizes, q_lens, k_lens, options), options)
-    rows = None if packed or options.q_lengths is None else sizes.q_len
-    if options.sink_logits is not None or rows is not None:
-        problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows)
-    square, mask = (sizes.q_len, sizes.k_len), options.mask
-    mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
-    problem = _expressed(problem, mask, options.score, packed, square)
+    problem = _apply_options(options, sizes, q_lens, k_lens, fields)
     last = problem.k_start + (max(k_lens, default=0) if packed else sizes.k_len)
     _check_items(problem, last, None if packed or problem.k_start else last)
     return Stated(problem, cu_q, cu_k)
@@ -223,7 +217,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
         way = f"Convert it first: {conversion('q', stored.dtype)}."
         raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as {stored.keeper} has; got {q.dtype}. {way}")
-    rows, batch = None, len(stored.k_lengths)
+    batch, k_len = len(stored.k_lengths), max(stored.k_lengths, default=0)
     if layout == "lhd":
         q_lens = tuple(options.q_lengths)
     else:
@@ -232,33 +226,39 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
             keeper = "block_table" if stored.keeper == "k_pages" else stored.keeper
             raise ArgumentError(f"q: expected batch {batch}, as {keeper} has; got {got}.")
         q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len, "the length of q")
-        rows = None if options.q_lengths is None else q_len
-    sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, 0, stored.head_dim, stored.value_dim)
+    sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, k_len, stored.head_dim, stored.value_dim)
     if q_heads % stored.kv_heads:
         whose = f"{stored.kv_heads} heads, the kv heads of {stored.keeper}"
         raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).")
-    problem = _dropping(_problem(sizes, q_lens, stored.k_lengths, options), options)
-    problem = replace(
-        problem,
-        sinks=_sinks(options.sink_logits, problem),
-        rows=rows,
-        quantised=stored.dtype if stored.dtype in CODES else None,
-        widened=stored.dtype if are_widened(stored.dtype, q.dtype) else None,
-        items=stored.items,
-        first_row=None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
-    )
-    mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
-    mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
-    if stored.hiding is not None:
-        own = _mask(mask, problem, packed, square)
-        mask = stored.hiding if own is None else stored.hiding & own
-    problem = _expressed(problem, mask, options.score, packed, square)
+    fields = {
+        "quantised": stored.dtype if stored.dtype in CODES else None,
+        "widened": stored.dtype if are_widened(stored.dtype, q.dtype) else None,
+        "items": stored.items,
+        "first_row": None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
+    }
+    problem = _apply_options(options, sizes, q_lens, stored.k_lengths, fields, stored.hiding)
     _check_items(problem, None, stored.most)  # a shorter padding leaves later keys visible
     return problem
 
 
+def _apply_options(
+    options: Options, sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], fields: dict[str, Any],
+    hiding: Expression | None = None,
+) -> Problem:  # fmt: skip
+    """Builds the problem of these lengths under a call's options; hiding: a mask that is joined to the caller's."""
+    packed = options.layout == "lhd"
+    problem = _dropping(_problem(sizes, q_lengths, k_lengths, options), options)
+    rows = None if packed or options.q_lengths is None else sizes.q_len
+    if fields or rows is not None or options.sink_logits is not None:
+        problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows, **fields)
+    if options.mask is options.score is options.window is hiding is None:
+        return problem
+    square = None if packed else (sizes.q_len, sizes.k_len)
+    return _expressed(problem, _limits(options, problem, square, hiding), _score(options.score, problem, square))
+
+
 def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:
-    """Without mask, score and sinks."""
+    """Builds a problem without mask, score and sinks."""
     q_heads, kv_heads, causal = sizes.q_heads, sizes.kv_heads, options.causal
     if (kv_heads == 0 and q_heads) or (kv_heads and q_heads % kv_heads):
         way = of_heads(options.layout, sizes) if q_heads and kv_heads else ""
@@ -287,7 +287,7 @@ def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
 
 
 def _dropping(problem: Problem, options: Options) -> Problem:
-    """With dropout, if there is any: positions are words of the counters of its random numbers."""
+    """Returns the problem with dropout, if there is any: positions are words of the counters of its random numbers."""
     dropout = checks.dropout_of(options.dropout)
     if not dropout:
         return problem
@@ -318,17 +318,17 @@ def _starts(q_start: Any, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
     return starts
 
 
-def _windowed(window: Any, mask: Any, problem: Problem, packed: bool, square: tuple[int, int]) -> Expression | None:
-    """The shorthand (left, right), joined to the mask."""
-    left, right = checks.window_sides(window)
-    limits: list[Any] = []
-    if left is not None:
-        limits.append(expression(lambda b, h, i, j: i - j <= left, "mask"))
-    if right is not None:
-        limits.append(expression(lambda b, h, i, j: j - i <= right, "mask"))
-    if mask is not None:
-        limits.append(_mask(mask, problem, packed, square))
-    return functools.reduce(operator.and_, limits) if limits else None
+def _limits(options: Options, problem: Problem, square: _Square, hiding: Expression | None) -> Expression | None:
+    """The masks of a call, joined: that of the cache, the shorthand window=(left, right), and the caller's."""
+    left, right = (None, None) if options.window is None else checks.window_sides(options.window)
+    limits = [
+        hiding,
+        None if left is None else expression(lambda b, h, i, j: i - j <= left, "mask"),
+        None if right is None else expression(lambda b, h, i, j: j - i <= right, "mask"),
+        _mask(options.mask, problem, square),
+    ]
+    there = [x for x in limits if x is not None]
+    return functools.reduce(operator.and_, there) if there else None
 
 
 def _sinks(x: Any, problem: Problem) -> tuple[float, ...] | None:
@@ -352,12 +352,9 @@ def _sinks(x: Any, problem: Problem) -> tuple[float, ...] | None:
     return tuple(sinks)
 
 
-def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tuple[int, int] | None = None) -> Problem:
-    if mask is None and score is None:
-        return problem
-    found = _score(score, problem, packed, square)
-    hiding = _mask(mask, problem, packed, square)
-    for table in [t for x in (hiding, found) if x is not None for t in x.tables]:
+def _expressed(problem: Problem, mask: Expression | None, score: Expression | None) -> Problem:
+    """The problem under a mask and a score, whose tables are read as they are now."""
+    for table in [t for x in (mask, score) if x is not None for t in x.tables]:
         table.read_again()
         if table.source is not None:
             check_plain_tensor(table.source, table.name)
@@ -366,7 +363,7 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
                 f"{table.name}: expected an entry for each of q's {problem.q_heads} heads; got {table.shape[0]}. Give "
                 "an entry for each query head of the call."
             )
-    return replace(problem, mask=hiding, score=found)
+    return replace(problem, mask=mask, score=score)
 
 
 def _check_items(problem: Problem, least: int | None, most: int | None) -> None:
@@ -387,10 +384,10 @@ def _check_items(problem: Problem, least: int | None, most: int | None) -> None:
         )
 
 
-def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:
+def _mask(x: Any, problem: Problem, square: _Square) -> Expression | None:
     if x is None or isinstance(x, Expression) or callable(x):
         return None if x is None else expression(x, "mask")
-    table = _dense("mask", x, problem, packed, square)
+    table = _dense("mask", x, problem, square)
     if table.kind != "bool":
         way = (
             "Use mask.bool() or mask.astype(bool), or sl.padding(mask) for a tokenizer's (batch, k_len)"
@@ -403,14 +400,14 @@ def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None
     return expression(lambda b, h, i, j: _entry(table, problem, b, h, i, j), "mask")
 
 
-def _score(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:
+def _score(x: Any, problem: Problem, square: _Square) -> Expression | None:
     """One score, or several, left to right."""
     found = []
     for one in x if isinstance(x, (list, tuple)) else [] if x is None else [x]:
         if isinstance(one, Expression) or callable(one):
             found.append(expression(one, "score"))
             continue
-        table = _dense("score", one, problem, packed, square)
+        table = _dense("score", one, problem, square)
         if table.kind not in ("float", "double"):
             way = "Pass it as mask=" if table.kind == "bool" else "Use score.float() or score.astype('float32')"
             raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. {way}.")
@@ -423,17 +420,16 @@ def _plus(s: Symbol, entry: Any) -> Any:
     return where(entry == -math.inf, -math.inf, s + entry)
 
 
-def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Table:
+def _dense(name: str, x: Any, problem: Problem, square: _Square) -> Table:
     """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
-    if packed:
+    if square is None:
         raise ArgumentError(
             f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their "
             "own."
         )
     check_dense(name, x)
     table = x if isinstance(x, Table) else Table(x, name, copy=False)
-    q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
-    whole = (problem.batch, problem.q_heads, q_len, k_len)
+    whole = (problem.batch, problem.q_heads, *square)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
     if any([a not in (1, b) for a, b in zip(shape, whole, strict=True)]):
         what = f"a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}"

@@ -50,7 +50,7 @@ def followed(options: Options) -> Followed:
 
 
 def tables_of(score: Any) -> list[Table]:
-    """Which a score holds already; functions are not traced for it."""
+    """Returns the tables that a score holds already; functions are not traced for it."""
     held = [x for x in scores_of(score) if isinstance(x, (Table, Expression))]
     return [t for x in held for t in ([x] if isinstance(x, Table) else x.tables)]
 

@@ -143,15 +143,15 @@ class Prepared:
 
     def __init__(
         self, given: Sequence[Array | np.ndarray], call: Any = None, put: Any = None,
-        layers: Sequence[tuple[int, int]] = (), *, staged: bool = False, places: Any = (),
+        *, staged: bool = False, places: Any = (),
     ) -> None:  # fmt: skip
         """given: q, or q, k and v, with `out` if that is the caller's; or k and v, which are only stored: then there is
-        no call. put: the call that stores new tokens. layers: addresses of each one's keys and values. staged: results
+        no call. put: the call that stores new tokens. staged: results
         go to new memory first, since a lookup may turn out to be out of range. places: of the arrays in mask and score,
         as Launch.places_of() has them.
         """
         self.places = places
-        self.call, self.put, self.layers, self.staged = call, put, layers, staged
+        self.call, self.put, self.staged = call, put, staged
         self.reach = [_reach_of(x) for x in given]
         self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
         self.new = 0 if put is None else self.counts[0]  # tokens of each sequence of a cache
@@ -240,14 +240,15 @@ class Prepared:
         return not any([first < high and low < last for low, high in others])
 
     def step(
-        self, layer: int, q: Any, at: list[int], before: list[int], after: list[int], return_lse: bool, seed: int,
-        lists: _Ints = None,
+        self, places: tuple[int, int], q: Any, at: list[int], before: list[int], after: list[int], return_lse: bool,
+        seed: int, lists: _Ints = None,
     ) -> Any:  # fmt: skip
         """Stores new tokens of a cache or pool, if any, then attends; True where there are no queries.
 
-        at: addresses of q, or q, k and v, or k and v. before, after: tokens of each sequence.
+        places: addresses of a layer's keys and values. at: of q, or q, k and v, or k and v. before, after: tokens of
+        each sequence.
         """
-        k_at, v_at = self.layers[layer]
+        k_at, v_at = places
         new = None if self.put is None else self.put.start((at[-2], at[-1], k_at, v_at), before, lists)
         if self.call is None:
             return True

@@ -64,7 +64,7 @@ class Options(_Fields):
     def of(cls, function: Any, given: Mapping[str, Any]) -> Options:
         """Returns what a public function was given; raises for an option that it lacks."""
         if not given:
-            return _NO_OPTIONS
+            return PLAIN
         refuse_unknown(function, given)
         if "lengths" in given:
             given = dict(given)
@@ -99,23 +99,22 @@ class Options(_Fields):
 
     def arrays(self) -> list[Any]:
         """Returns the arrays among mask and scores, each as often as it is given."""
-        if self.mask is self.score is None:
-            return []
+        mask, score = self.mask, self.score
+        if score is None:
+            return [] if mask is None or type(mask) is Expression else [mask]
         return [x for x in (self.mask, *scores_of(self.score)) if not (x is None or isinstance(x, Expression))]
 
     key = exact_key
 
 
 new_options = tuple.__new__  # new_options(Options, (…)) of all fields: in half the time of Options(…)
-_NO_OPTIONS = Options()
+PLAIN = Options()  # all as by default
+_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
 
 
 def brief_options(mask: Any, score: Any, scale: Any, causal: Any) -> Options:
     """Returns Options(mask=…, score=…, scale=…, causal=…), in a fifth of the time."""
-    return new_options(Options, (mask, score, None, scale, *_NO_OPTIONS[4:6], causal, *_NO_OPTIONS[7:]))
-
-
-_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
+    return new_options(Options, (mask, score, None, scale, *PLAIN[4:6], causal, *PLAIN[7:]))
 
 
 class Sizes(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES, numpy_dtype
-from ..arrays.memory import Array, overlap
+from ..arrays.memory import Array, overlap, overlaps_itself
 from ..arrays.torch_tensors import check_plain_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.shortcuts import address_of, count_write
@@ -142,7 +142,7 @@ def out_for(
 
 
 def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Array, ...]) -> None:
-    """`out` can be written: right shape and dtype, one place for every element, none shared with an input."""
+    """Raises unless `out` can be written: shape, dtype, a place of its own for each element, none of an input."""
     if out.shape != shape:
         raise ArgumentError(f"out: expected shape {shape}; got {out.shape}.")
     if out.dtype != dtype:
@@ -151,14 +151,10 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Arra
         raise ArgumentError("out: expected a writeable array; got a read-only one.")
     if 0 in shape:
         return
-    reach = DTYPES[dtype][1]
-    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, shape, strict=True) if n > 1):
-        if stride < reach:
-            raise ArgumentError(
-                f"out: expected a place of its own for every element; got strides {out.strides}. Use a contiguous "
-                "array."
-            )
-        reach = stride * (n - 1) + reach
+    if overlaps_itself(out):
+        raise ArgumentError(
+            f"out: expected a place of its own for every element; got strides {out.strides}. Use a contiguous array."
+        )
     for x in inputs:
         if overlap(out, x):
             raise ArgumentError(

@@ -20,7 +20,7 @@ class TokenShape(NamedTuple):
     most: int | None = None  # tokens that a sequence has room for; None where old ones make room
 
     def stored(self, lengths: list[int], **more: Any) -> Stored:
-        """So many tokens of each sequence, to whom it concerns; more: as Stored has it."""
+        """Describes stored tokens, so many of each sequence, for building a Problem; more: as Stored has it."""
         return Stored(self.dtype, self.kv_heads, self.head_dim, self.value_dim, tuple(lengths), most=self.most, **more)
 
 

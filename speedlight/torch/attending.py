@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from .. import front
 from ..arrays.integers import integer
 from ..arrays.torch_tensors import is_tensor, is_traced
 from ..autograd.attending import attend_as_operation, attended, cast, is_plain
@@ -91,3 +92,10 @@ def attention(
             check_fresh(tables_of(given.score))
         return compute(q, k, v, given, return_lse)
     return attend_as_operation(q, k, v, given, return_lse)
+
+
+def attend_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
+    """Repeats a call that was prepared; None where there is none, or PyTorch records or transforms this one."""
+    if torch._C._is_any_autocast_enabled() or not is_plain():
+        return None
+    return front.attend_again(q, k, v, options)

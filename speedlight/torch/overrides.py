@@ -18,10 +18,9 @@ from torch.nn import functional
 
 from .. import ArgumentError
 from ..adapting import check_flag
-from ..autograd.attending import is_plain
-from ..front import attend_again
 from ..problem.problem import brief_options
 from . import fast_path, flash_kernels
+from .attending import attend_again
 from .dot_product import only_pytorch_takes, scaled_dot_product_attention
 from .routing import (
     SDPA,
@@ -177,7 +176,7 @@ def _attend_again(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Repeats a call that was prepared, whatever took it first, where PyTorch's rules are attention()'s; else None."""
-    if torch.compiler.is_dynamo_compiling() or dropout_p or torch._C._is_any_autocast_enabled() or not is_plain():
+    if torch.compiler.is_dynamo_compiling() or dropout_p:
         return None
     shape, of_key = query.shape, key.shape
     if len(shape) != 4 or len(of_key) != 4 or shape[0] != of_key[0] or not shape[3]:

@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import _active_collector
 from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
 from .. import softcap as softcap_pattern
 from ..adapting import Renamed, draw_seed, shown
-from ..torch.attending import attention
+from ..torch.attending import attend_again, attention
 from .caches import Kept
 from .masks import MaskSpec
 from .registering import TRANSFORMERS
@@ -84,6 +84,11 @@ def attention_forward(
         _check_masked(module)
     elif type(attention_mask) is MaskSpec:
         _check_fits(attention_mask, query, key)
+        if cache is softcap is s_aux is position_bias is None and not dropout:
+            record = attention_mask.record(scaling)
+            out = None if record is None else attend_again(query, key, value, record)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
         options["score"] = _make_score(softcap, position_bias)
@@ -106,9 +111,8 @@ def attention_forward(
         return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     with TRANSFORMERS.renamed if position_bias is None else _BIASED:
-        return attention(q, k, v, layout="blhd", **options).contiguous(), None
+        return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
 
 
 def _check_weights(more: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers.masking_utils as theirs
 
 from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
+from ..torch.attending import Options
 
 _CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
 _AND = theirs.and_masks().__code__
@@ -50,7 +51,8 @@ class MaskSpec:
     """
 
     __slots__ = (
-        "__weakref__", "_in_cache", "_options", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len", "q_offset",
+        "__weakref__", "_in_cache", "_options", "_records", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len",
+        "q_offset",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +62,7 @@ class MaskSpec:
         self.pattern = pattern
         self.padded: torch.Tensor | None = padded  # (batch, at least kv_offset + k_len), if it hides anything
         self._options: dict[str, Any] | None = None
+        self._records: dict[float | None, Options] = {}
         self._in_cache: dict[int | None, Expression | None] = {}
 
     def __repr__(self) -> str:
@@ -102,6 +105,16 @@ class MaskSpec:
             self._options = self._make_options()
         return self._options
 
+    def record(self, scale: float | None) -> Options | None:
+        """Returns the options of a call without others; None of packed sequences."""
+        found = self._records.get(scale)
+        if found is None:
+            options = self.options()
+            if "cu_seqlens_q" in options:
+                return None
+            found = self._records[scale] = Options(**options, scale=scale)
+        return found
+
     def _make_options(self) -> dict[str, Any]:
         p, first = self.pattern, self.kv_offset
         start = self.q_offset - first  # of the first query, counted from the first key
@@ -121,13 +134,17 @@ class MaskSpec:
         if self.padded is not None:
             seen = self.padded[:, first : first + self.k_len]
             lengths = _count_if_right(seen)
-            if lengths is None:
-                masks.append(_make_padding(seen))
-            else:
+            if lengths is not None:
                 options["k_lengths"] = lengths
+            elif self.q_len == 1 and not masks:  # as the array that it is: each step has another
+                options["mask"] = seen[:, None, None]
+            else:
+                masks.append(_make_padding(seen))
         if masks:
             options["mask"] = _join(masks)
-        return options | {"q_start": start} if options else options
+        if options and ("k_lengths" in options or start != self.k_len - self.q_len):  # else where it is by default
+            options["q_start"] = start
+        return options
 
     def in_cache(self, length: int | None) -> Expression | None:
         """Returns the mask over a cache that holds every token, or shows the last `length` itself, of queries that see

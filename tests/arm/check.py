@@ -19,7 +19,7 @@ from speedlight.arrays.array import describe
 from speedlight.arrays.dtypes import numpy_dtype
 from speedlight.cpu.engine.forward_call import items_of, words_of
 from speedlight.cpu.engine.schedule import schedule
-from speedlight.cpu.memory.records import ITEM, SLACK, arguments_of
+from speedlight.cpu.memory.records import ARGUMENTS, ITEM, SLACK
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime.compile import compile_ir, emit, symbol_of
 from speedlight.cpu.runtime.launch import template_of
@@ -45,7 +45,7 @@ def words_for(
     how = schedule(problem, isa, 1, keys.strides(problem.dtype), shipped(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
-    template = np.frombuffer(bytearray(template_of(arguments_of(how.kind), words)), np.int64)
+    template = np.frombuffer(bytearray(template_of(ARGUMENTS[how.kind], words)), np.int64)
     return template, items, Shape(how.kind, isa, how.storage, how.vectors), how.scratch_bytes
 
 
@@ -69,7 +69,7 @@ def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder
         if name == "items":
             items[:, ITEM.pages] = offsets["pages"]
         memory += data.tobytes()
-    results, record = len(memory) - offsets["out"], arguments_of(shape.kind)
+    results, record = len(memory) - offsets["out"], ARGUMENTS[shape.kind]
     for name in POINTERS:
         words[record.word(name)] = offsets[name]
     which = np.array([record.word(n) for n in POINTERS], np.int64)

@@ -13,7 +13,7 @@ MUTATIONS = (
     Mutation(
         "a damaged object file is run",
         "cpu/runtime/compile.py",
-        "if data[: _HEADER - 32] != _MAGIC + _sum(path, code):",
+        "if data[: _HEADER - 32] != _MAGIC + sum_of(path, code):",
         "if not data.startswith(_MAGIC):",
         "tests/robustness/test_cache.py -k damage",
     ),
@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation(
         "a tuning is believed whatever its sum says",
         "cpu/runtime/tuned.py",
-        "if data[:_HEADER] != _MAGIC + _sum(path, body):",
+        "if data[:_HEADER] != _MAGIC + sum_of(path, body):",
         "if data[: len(_MAGIC)] != _MAGIC:",
         "tests/tools/test_tuning.py -k damaged",
     ),

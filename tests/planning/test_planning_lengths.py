@@ -60,3 +60,8 @@ def test_what_has_no_closed_form_is_refused_soon():
     q_len = 40_000  # as large as tables of blocks get
     plan = sl.plan(q_heads=1, head_dim=64, q_len=q_len, mask=lambda b, h, i, j: (i // 128 + j // 128) % 2 == 0)
     assert plan.tiles_full + plan.tiles_mixed > 50_000
+
+
+def test_a_tile_that_causality_alone_cuts_is_computed_whole():
+    plan = sl.plan(q_heads=1, q_len=128, head_dim=16, causal=True)
+    assert plan.tiles_full == 0 and plan.mixed_flops == plan.tile_flops > plan.flops

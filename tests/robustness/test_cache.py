@@ -205,7 +205,7 @@ def directory(tmp_path, monkeypatch) -> Path:
     path.parent.mkdir(mode=0o700)
     text, objects = decode_compiled()
     code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
-    path.write_bytes(compiling._MAGIC + compiling._sum(path, code) + hashlib.sha256(text.encode()).digest() + code)
+    path.write_bytes(compiling._MAGIC + compiling.sum_of(path, code) + hashlib.sha256(text.encode()).digest() + code)
     path.chmod(0o600)
     assert compiling._objects_in(path, compiling.read_kept(path) or b"") == objects
     return path.parent

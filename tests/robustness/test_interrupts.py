@@ -221,7 +221,7 @@ def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
         call(w)
         w.cache.truncate(24 if kind != "ring" else 724)
     else:
-        forget_steps(w.cache if hasattr(w, "cache") else w.pool)
+        forget_steps()
     before = w.state(w)
     found = places(lambda: call(w))
     assert len(found) > 5
@@ -231,7 +231,7 @@ def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
         w = world(kind)
     for n in spread(found, MOST):
         if name != "attend again":
-            forget_steps(w.cache if hasattr(w, "cache") else w.pool)
+            forget_steps()
         assert interrupted(lambda: call(w), n), f"place {n} of {len(found)}"
         assert w.state(w) == before, f"place {n} of {len(found)}"
     assert result(w, call) == wanted
@@ -314,6 +314,7 @@ def halfway(monkeypatch, owner, name, at, call):
             go.wait(60)
         return result
 
+    forget_steps()
     monkeypatch.setattr(owner, name, stopped)
     thread = threading.Thread(target=call)
     thread.start()

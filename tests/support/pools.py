@@ -7,6 +7,7 @@ from collections import Counter
 from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
+from speedlight.cpu.engine import steps
 from speedlight.problem.prepared import Prepared
 
 KINDS = (*DTYPES, *CODES)
@@ -46,9 +47,15 @@ def check_accounts(pool, sequences):
 
 def kept_steps(owner):
     """Returns the steps of a cache or pool that were checked, or prepared for any lengths."""
-    return [x.value for x in owner._storage.steps.memo._held.values() if isinstance(x.value, Prepared)]
+    return [x for x in kept_calls(owner) if isinstance(x, Prepared)]
 
 
-def forget_steps(owner):
+def kept_calls(owner):
+    """Returns what is kept for caches or pools of the form of this one."""
+    form = owner._storage.steps.form
+    return [x.value for key, x in steps._prepared._held.items() if form in (key[-1], key[1][-1:] and key[1][-1])]
+
+
+def forget_steps():
     """So that the next call is checked and prepared anew."""
-    owner._storage.steps.memo.clear()
+    steps._prepared.clear()

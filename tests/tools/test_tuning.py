@@ -148,7 +148,7 @@ def test_no_other_cpu_unit_or_version_follows_it(kept, monkeypatch):
 def write(path: Path, row: Any) -> None:
     """A file that is whole, whatever it says."""
     body = json.dumps(row).encode()
-    path.write_bytes(tuned._MAGIC + tuned._sum(path, body) + body)
+    path.write_bytes(tuned._MAGIC + tuned.sum_of(path, body) + body)
 
 
 def believed() -> bool:
@@ -216,7 +216,7 @@ def test_planted_numbers_are_not_believed(kept):
     for wrong in (row | {"date": "today"}, {x: row[x] for x in row if x != "date"}, [row], "row", 3):
         write(path, wrong)
         assert not believed(), wrong
-    path.write_bytes(tuned._MAGIC + tuned._sum(path, b"[" * 100_000) + b"[" * 100_000)
+    path.write_bytes(tuned._MAGIC + tuned.sum_of(path, b"[" * 100_000) + b"[" * 100_000)
     assert not believed()
     write(path, row)
     assert believed()

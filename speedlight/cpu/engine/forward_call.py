@@ -24,7 +24,7 @@ from ...problem.results import ResultForm
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
-from ..memory.records import ENDLESS, ITEM, KEYS, NEW, STATE, TABLES, Item, arguments_of
+from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, STATE, TABLES, Item
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Words, threads_for
@@ -105,7 +105,7 @@ class Call:
             words["upcoming"] = threads
         self.launch = Launch(
             _shape(problem, how, program, cached=cached),
-            arguments_of(how.kind),
+            ARGUMENTS[how.kind],
             words,
             how.tickets if problem.value_dim and problem.q_heads else 0,
             threads,

@@ -10,19 +10,21 @@ from ...problem.prepared import Prepared, key_of
 from ...problem.problem import Options
 from ..runtime.workers import get_threads
 
+_prepared: Memo[Any] = Memo(512, 64 << 20)  # by the form of a cache or pool, key_of() and the number of threads
+
 
 class Steps:
-    """Calls of one cache or pool. Each depends on what that is, on its key, and on the number of threads."""
+    """Calls of caches and pools of one form, which say of those what a prepared call depends on: all but addresses."""
 
-    def __init__(self) -> None:
-        self.memo: Memo[Any] = Memo(192, 32 << 20)
+    def __init__(self, *form: Any) -> None:
+        self.form = form
 
     def find(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, list[int]] | None:
         """Returns a step that was checked with arrays like these, where each sequence has as many new tokens and
         queries as by default, and the addresses of q, or of q, k and v, or of k and v; None for any other.
         """
-        key = key_of(tensors, options, (sequences, get_threads()))
-        step = None if key is None else self.memo.get(key)
+        key = key_of(tensors, options, (sequences, get_threads(), self.form))
+        step = None if key is None else _prepared.get(key)
         if step is None:
             return None
         addresses = step.addresses(tensors)
@@ -30,10 +32,10 @@ class Steps:
 
     def keep(self, step: Prepared, given: tuple[Any, ...], options: Options) -> None:
         """Keeps a step that was checked with the caller's arrays."""
-        key = key_of(given, options, (len(step.counts), get_threads()))
+        key = key_of(given, options, (len(step.counts), get_threads(), self.form))
         if key is not None:
-            self.memo.put(key, step, step.size)
+            _prepared.put(key, step, step.size)
 
     def made(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Returns what is kept under a key, made now if it is not there."""
-        return self.memo.made((*key, get_threads()), make)
+        return _prepared.made((*key, get_threads(), self.form), make)

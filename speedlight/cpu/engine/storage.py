@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -55,7 +56,19 @@ def _remember_put(
     has them.
     """
     if any(counts):
-        self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts), self.addresses), given, options)
+        self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts)), given, options)
+
+
+def _put_of(
+    self: CacheStorage | PoolStorage, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0
+) -> AppendCall:
+    """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie."""
+
+    def make() -> AppendCall:
+        new = [self.new(x, store.memory, counts) for x, store in ((k, self.keys[0]), (v, self.values[0]))]
+        return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
+
+    return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -86,13 +99,19 @@ def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
         self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
 
 
+@functools.cache
+def _numbers(pages: int) -> np.ndarray:
+    """Returns the list of pages of every sequence of a cache: they lie one after another."""
+    return np.arange(pages + SLACK, dtype=np.int64)
+
+
 class CacheStorage:
     """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
     device = name = "cpu"
     lengths = None  # only the host has them
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back = _move, _before_moves, _put_back
+    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -101,10 +120,9 @@ class CacheStorage:
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
         self.pages = self._pages()
-        self.list = np.arange(ring.tokens // TILE + SLACK, dtype=np.int64)  # the pages of every sequence
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
-        self.steps = Steps()
+        self.steps = Steps("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
 
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
@@ -138,16 +156,11 @@ class CacheStorage:
             slots = lengths if not done else [n + done for n in lengths]
             self._put_of(k, v, part).start((k_at, v_at, *self.addresses[layer]), slots)
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
-        def make() -> AppendCall:
-            new = []
-            for x, store in ((k, self.keys[0]), (v, self.values[0])):
-                item, head, row, column = x.strides
-                items, to = ([i * step for i in range(self.batch)] for step in (item, store.memory.strides[0]))
-                new.append(New(x.dtype.name, head, row, column, items, to))
-            return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
-
-        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+    def new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
+        """Says where new keys or values of each sequence lie, and where its memory begins."""
+        item, head, row, column = x.strides
+        items, to = ([i * step for i in range(self.batch)] for step in (item, memory.strides[0]))
+        return New(x.dtype.name, head, row, column, items, to)
 
     def tokens(self, layer: int, part: str, n: int) -> np.ndarray:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
@@ -226,7 +239,7 @@ class CacheStorage:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
             stored = self.shape.stored(longest, hiding=self.ring.mask(options.causal), shortest=shortest)
             call = self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
-            return Prepared((q,), call, layers=self.addresses)
+            return Prepared((q,), call)
 
         # it depends on no length beyond the spans: items_for() puts lengths and rows in
         return self.steps.made(("step", q.shape, q.strides, q.dtype, known, most), make)
@@ -235,13 +248,13 @@ class CacheStorage:
         """Keeps a step that was checked with these arrays: q, or q, k and v."""
         if k is not None:
             put = self._put_of(k, v, step.counts, step.call.heads_alone)
-            step = Prepared((q, k, v), step.call, put, self.addresses)
+            step = Prepared((q, k, v), step.call, put)
         elif self.ring.size:  # what a window still has depends on lengths
             return
         self.steps.keep(step, given, options)
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
-        keys = Paged(self.pages, [self.list.ctypes.data] * self.batch)
+        keys = Paged(self.pages, [_numbers(self.ring.tokens // TILE).ctypes.data] * self.batch)
         return prepare(problem, Rows("bhld", q, out_strides), keys, get_threads(), self.isa)
 
 
@@ -271,21 +284,21 @@ class PoolStorage:
 
     device = "cpu"
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back = _move, _before_moves, _put_back
+    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()
-        self.blocks = page_size // BLOCK  # of a page and head
-        self.page_blocks = shape.kv_heads * self.blocks  # numbers from one page to the next
-        memory = (pages, shape.kv_heads, self.blocks)
+        self.page_blocks = page_size // BLOCK  # of each head
+        self.step = shape.kv_heads * self.page_blocks  # numbers from one page to the next
+        memory = (pages, shape.kv_heads, self.page_blocks)
         self.keys, self.values = make_stores(shape, memory, together=True)
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         k, v = self.keys[0], self.values[0]
         self.token_bytes = shape.kv_heads * (k.row + v.row)
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
-        self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
-        self.steps = Steps()
+        self.blocks = Blocks.of(shape, self.isa, k, v)
+        self.steps = Steps("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
         self.checked_step = self.steps.find
 
     # --- tables
@@ -301,13 +314,13 @@ class PoolStorage:
 
         What a table says past the pages of its sequence is nobody's, so it is extended in place while it has room.
         """
-        blocks, kept_end, end = self.blocks, used * self.blocks, len(pages) * self.blocks
+        blocks, kept_end, end = self.page_blocks, used * self.page_blocks, len(pages) * self.page_blocks
         if moved or end + SLACK > len(table.numbers):
             longer = np.zeros(max(len(table.numbers), 2 * end + SLACK), np.int64)
             longer[:kept_end] = table.numbers[:kept_end]
             table = _Table(longer)
         for at in (*moved, *range(used, len(pages))):
-            first = pages[at] * self.page_blocks
+            first = pages[at] * self.step
             table.numbers[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
         return table
 
@@ -323,23 +336,29 @@ class PoolStorage:
         each = getattr(self, part)[layer].get(used, self.page_size)  # (pages, heads, page_size, dim)
         return each.swapaxes(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].copy()
 
+    def parts(self, layer: int, pages: list[int], n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """A sequence's keys and values as files have them, as CacheStorage.parts() of a batch of one."""
+        used = np.array(pages[: -(-n // self.page_size)], np.int64)
+        keys, values = (
+            [
+                x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])[:, :, :n]
+                for x in store.parts(used, self.page_size)
+            ]
+            for store in (self.keys[layer], self.values[layer])
+        )
+        return keys, values
+
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""
         if any(batch.counts):
             addresses = (address_of(k), address_of(v), *self.addresses[layer])
             self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
-        def make() -> AppendCall:
-            first, nowhere = list(itertools.accumulate(counts, initial=0))[:-1], [0] * len(counts)
-            new = [
-                New(x.dtype.name, head, row, column, [n * row for n in first], nowhere)
-                for x in (k, v)
-                for row, head, column in (x.strides,)
-            ]
-            return AppendCall(self.kernel_blocks, new[0], new[1], counts, get_threads(), heads)
-
-        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+    def new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
+        """Says where new keys or values of each sequence lie: one's after the other's; tables tell where they go."""
+        row, head, column = x.strides
+        first = [n * row for n in itertools.accumulate(counts, initial=0)]
+        return New(x.dtype.name, head, row, column, first[:-1], [0] * len(counts))
 
     # --- attending
 
@@ -369,7 +388,7 @@ class PoolStorage:
         if any_lengths:
             put = None if k is None else self._put_of(k, v, batch.counts, call.heads_alone)
             known = (q,) if k is None else (q, k, v)
-            self.steps.keep(Prepared(known, call, put, self.addresses), given, options)
+            self.steps.keep(Prepared(known, call, put), given, options)
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer

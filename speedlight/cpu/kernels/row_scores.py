@@ -14,8 +14,8 @@ from ..language.vector import I64, PTR, Function, Module, Value
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
+from ..products.packing import KeyRun
 from ..products.product import product_of
-from ..products.units import KeyRun
 
 
 def score_row(s: Shape) -> int:

@@ -13,7 +13,7 @@ from ...host.machine import Isa
 from ...problem.problem import SPAN
 from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I32, I64, PTR, VOID, Function, Module, Value
-from ..memory.records import COUNTS, HEAD, ITEM, ITEM_BYTES, LEFT, TICKET, WORKER, Item, Record, arguments_of
+from ..memory.records import ARGUMENTS, COUNTS, HEAD, ITEM, ITEM_BYTES, LEFT, TICKET, WORKER, Item, Record
 from ..memory.shape import Shape
 from ..memory.words import Constants, Words
 
@@ -32,7 +32,7 @@ class Work:
         """`visibility` and `extent` are functions of the module, or None where nothing can be hidden."""
         self.k, self.s, self.scratch = k, s, k.p["scratch"]
         self.visibility, self.extent = visibility, extent
-        self.a = Constants(k, arguments_of(s.kind), k.p["a"])
+        self.a = Constants(k, ARGUMENTS[s.kind], k.p["a"])
         self.item = self._find_item()
 
     def part(self, name: str, of: Value | None = None) -> Value:

@@ -102,20 +102,14 @@ def sigmoid(k: Function, x: Value) -> Value:
     return one / (exp(k, -x) + one)
 
 
-def log(k: Function, x: Value) -> Value:
-    return _logarithm(k, x, 1.0)
+def log(k: Function, x: Value, factor: float = 1.0) -> Value:
+    """Returns ln x in f64, times a factor; NaN below 0."""
+    y = natural_log(k, x) * factor
+    return k.select(x < 0.0, k.const(math.nan, x.type), y)
 
 
 def log2(k: Function, x: Value) -> Value:
-    return _logarithm(k, x, math.log2(math.e))
-
-
-def _logarithm(k: Function, x: Value, factor: float) -> Value:
-    """By way of f64: logarithms are rare, and so both types are right to 2 ulp."""
-    wide = x if element_of(x.type) is F64 else k.extend(x, like(x, F64))
-    y = natural_log(k, wide) * factor
-    y = k.select(wide < 0.0, k.const(math.nan, wide.type), y)
-    return y if wide is x else k.narrow(y, x.type)
+    return log(k, x, math.log2(math.e))
 
 
 def natural_log(k: Function, x: Value) -> Value:
@@ -167,7 +161,7 @@ def _polynomial(k: Function, x: Value, terms: tuple[float, ...]) -> Value:
 
 
 def _in_double(function: Any) -> Any:
-    """Computed in f64, from which f32 is rounded once: these functions are rare."""
+    """Returns a function computed in f64, from which f32 is rounded once: these are rare, and right to 2 ulp so."""
 
     def of(k: Function, x: Value) -> Value:
         wide = x if element_of(x.type) is F64 else k.extend(x, like(x, F64))
@@ -235,8 +229,8 @@ def sqrt(k: Function, x: Value) -> Value:
 FUNCTIONS: dict[str, Any] = {
     "exp": exp,
     "exp2": exp2,
-    "log": log,
-    "log2": log2,
+    "log": _in_double(log),
+    "log2": _in_double(log2),
     "tanh": tanh,
     "sqrt": sqrt,
     "sigmoid": sigmoid,

@@ -338,18 +338,10 @@ BACKWARD = Record(
 GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("shares") + 1)  # new for each call, as CALL
 
 
-def arguments_of(kind: str) -> Record:
-    """Returns the record of a kernel's arguments."""
-    match kind:
-        case "forward":
-            return FORWARD
-        case "decode":
-            return DECODE
-        case "backward" | "tables":
-            return BACKWARD
-    raise AssertionError(kind)
+# a kernel's arguments, by its kind
+ARGUMENTS = {"forward": FORWARD, "decode": DECODE, "backward": BACKWARD, "tables": BACKWARD}
 
 
 def field(name: str) -> int:
-    """The offset of a word that the arguments of every attention kernel have at the same place."""
+    """Returns the offset of a word that the arguments of every attention kernel have at the same place."""
     return 8 * _COMMON.index(name)

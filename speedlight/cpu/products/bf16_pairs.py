@@ -17,8 +17,7 @@ from ..language.vector import BF16, I16, I32, Function, Module, Value, vec
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from . import outer, outer_gradients
-from .packing import pair_rows, stage_lanes, stage_rows
-from .units import KeyRun, each_unit
+from .packing import KeyRun, each_unit, pair_rows, stage_lanes, stage_rows
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2 = 0.69328331395880648, 0.24221155408455297, 0.055005948223862378

@@ -17,8 +17,7 @@ from ..memory.formats import FORMATS
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from . import outer, outer_gradients
-from .packing import split_lanes, split_pairs, split_rows, stage_lanes, stage_rows
-from .units import KeyRun, each_unit
+from .packing import KeyRun, each_unit, split_lanes, split_pairs, split_rows, stage_lanes, stage_rows
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2_F32 = 0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006

@@ -1,11 +1,13 @@
-"""Tiles of keys and values copied to scratch: gathered from pages or strides, widened, made units.
+"""Units of keys and values: steps through them, and tiles of them copied to scratch: gathered from pages or strides,
+widened, made units.
 
 `places` are addresses of the pieces (kernels/addresses.py); each function fills tile[count, units].
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..language.functions import like
 from ..language.prototypes import prototype
@@ -15,6 +17,28 @@ from ..memory.shape import Shape
 
 if TYPE_CHECKING:
     from .product import Product
+
+
+class KeyRun(NamedTuple):
+    """Units [first, end) of rows of keys, `step` of them at a time: so many `bytes` of a row as load(row, t) gives
+    them; once transposed, columns(found, i) has the vectors of keys of the i-th `lanes` units.
+    """
+
+    first: Value
+    end: Value
+    step: int
+    bytes: int
+    load: Callable[[Value, Value], Value]
+    columns: Callable[[list[Value], int], list[Value]]
+
+
+def each_unit(k: Function, count: Value, body: Callable[..., None], *, unrolled: bool) -> None:
+    """Calls body(t) of `count` units, one after another."""
+    if unrolled:
+        k.unrolled(0, count, body)
+    else:
+        with k.range(0, count) as t:
+            body(t)
 
 
 _TILE = "tile* places* row column count length units"

@@ -214,7 +214,7 @@ def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:
         objects = tuple([compile_ir(shape, text, _host_triple(shape)) for text in texts])
         if path:
             code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
-            keep(path, _MAGIC + _sum(path, code) + hashlib.sha256("".join(texts).encode()).digest() + code)
+            keep(path, _MAGIC + sum_of(path, code) + hashlib.sha256("".join(texts).encode()).digest() + code)
     return objects, hit
 
 
@@ -395,14 +395,15 @@ def read_kept(path: Path) -> bytes | None:
 def _objects_in(path: Path, data: bytes) -> tuple[bytes, ...] | None:
     """The object files of a kernel; of a file that is truncated, damaged or another kernel's, None."""
     code = data[_HEADER:]
-    if data[: _HEADER - 32] != _MAGIC + _sum(path, code):
+    if data[: _HEADER - 32] != _MAGIC + sum_of(path, code):
         return None
     end = 8 + int.from_bytes(code[:8], "little")
     return (code[8:end], code[end:]) if len(code) > end else (code[8:],)
 
 
-def _sum(path: Path, code: bytes) -> bytes:
-    return hashlib.sha256(path.name.encode() + b"\n" + code).digest()
+def sum_of(path: Path, content: bytes) -> bytes:
+    """Returns a hash of a kept file's name and its content."""
+    return hashlib.sha256(path.name.encode() + b"\n" + content).digest()
 
 
 def keep(path: Path, data: bytes) -> None:

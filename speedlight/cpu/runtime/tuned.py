@@ -21,7 +21,7 @@ from ...host.forks import importing
 from ...host.machine import Isa, cpu_identity, host_arch
 from ...host.shortcuts import setting
 from ...host.tunings import LIMITS, Tuning, shipped
-from .compile import cache_directory, digest_of, keep, read_kept
+from .compile import cache_directory, digest_of, keep, read_kept, sum_of
 
 _MAGIC = b"speedlight tuning 1\n"
 _HEADER = len(_MAGIC) + 32  # then sha256 of the file's name and the rest, which is JSON
@@ -91,7 +91,7 @@ def kept_tuning(isa: Isa) -> Tuning | None:
     if path is None or data is None:
         return None
     body = data[_HEADER:]
-    if data[:_HEADER] != _MAGIC + _sum(path, body):
+    if data[:_HEADER] != _MAGIC + sum_of(path, body):
         _warn(path, "is damaged")
         return None
     with importing:
@@ -141,7 +141,7 @@ def keep_tuning(isa: Isa, parts: Parts) -> Path | None:
     }  # fmt: skip
     _checked(json.loads(json.dumps(parts)), shipped(isa))
     body = json.dumps(row).encode()
-    data = _MAGIC + _sum(path, body) + body
+    data = _MAGIC + sum_of(path, body) + body
     keep(path, data)
     _known.clear()
     return path if read_kept(path) == data else None
@@ -165,10 +165,6 @@ def tuning_path(isa: Isa) -> Path | None:
     directory = cache_directory() if isa.arch == host_arch() else None
     name = f"tuning_{isa.name}_{hashlib.sha256(cpu_identity().encode()).hexdigest()[:12]}"
     return directory and directory / name
-
-
-def _sum(path: Path, body: bytes) -> bytes:
-    return hashlib.sha256(path.name.encode() + b"\n" + body).digest()
 
 
 @functools.cache

@@ -145,7 +145,7 @@ def test_packed_by_positions_alone():
 def test_no_mask_is_made():
     """What a mask holds does not grow with q_len times k_len."""
     spec = mask_of(1, 1 << 20, 1 << 20, mask_function=m.sliding_window_causal_mask_function(4096))
-    assert spec.options() == {"causal": True, "window": (4095, None), "q_start": 0}
+    assert spec.options() == {"causal": True, "window": (4095, None)}
     step = mask_of(1, 1, 1 << 20, q_offset=(1 << 20) - 1, attention_mask=torch.ones(1, 1 << 20, dtype=torch.bool))
     assert step.options() == {} and step.in_cache(None) is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pools import kept_steps
+from pools import forget_steps, kept_steps
 from problems import qkv
 
 import speedlight as sl
@@ -31,6 +31,7 @@ def test_keys_know_probabilities_and_no_seeds():
 @pytest.mark.parametrize("q_len", [60, 1])
 def test_another_seed_prepares_nothing(rng, q_len):
     """A training loop has a new one in every step: memos of prepared calls hold none of them."""
+    forget_steps()
     q, k, v = qkv(rng, "float32", 1, 2, 2, q_len, 200, 16, 16)
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=200)
     cache.append(0, k, v)
@@ -56,6 +57,7 @@ def test_another_seed_prepares_nothing(rng, q_len):
 
 def test_steps_with_other_seeds(rng):
     """Checked steps of a cache, which are known by their keys and values too."""
+    forget_steps()
     q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 30, 16, 16)
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=30)
     for n in range(30):

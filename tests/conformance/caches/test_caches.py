@@ -115,14 +115,6 @@ def test_few_heads_share_their_spans(isa, rng):
         assert len(set(results)) == 1
 
 
-def test_attending_without_appending_sees_all(rng):
-    q, k, v = qkv(rng, "float32", 2, 4, 2, 7, 50, 16, 16)
-    cache = made("float32", batch=2)
-    cache.append(0, k, v, new_lengths=[50, 20])
-    out = cache.attend(0, q)
-    assert out.tobytes() == sl.attention(q, k, v, k_lengths=[50, 20]).tobytes() and cache.lengths(0) == (50, 20)
-
-
 def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
     q, k, v = qkv(rng, "float32", 2, 4, 2, 10, 10, 16, 16)
     cache = made("float32", batch=2, capacity=12)

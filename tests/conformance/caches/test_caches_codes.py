@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at a
     ("codes", "options"),
     [*(("int8", x) for x in OPTIONS), *(("float8_e4m3fn", x) for x in (OPTIONS if FULL else OPTIONS[3:]))],
 )
-def test_codes_against_the_oracle_and_in_any_chunks(isa, one_width, rng, codes, dtype, d, dv, options):
+def test_codes_against_the_oracle(isa, one_width, rng, codes, dtype, d, dv, options):
     """Codes and scales are numbers like any others: the result is inside float32's bound of them, and the output's
     rounding.
     """
@@ -39,15 +39,6 @@ def test_codes_against_the_oracle_and_in_any_chunks(isa, one_width, rng, codes, 
     assert whole[0].dtype == q.dtype
     assert_within(whole[0][:, :, -last.shape[2] :], want, bounds.out + step * np.abs(want) + 2.0**-24)
     assert_within(whole[1][:, :, -last.shape[2] :], want_lse, bounds.lse)
-    for chunks in ([1, 1, 126, 1, 3, 700, 1, 16, 200, 251], [1299, 1]) if FULL else ():  # else by test_chunks.py
-        cache, at = made(codes, d, dv), 0
-        for n in chunks:
-            here = slice(at, at + n)
-            out, lse = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
-            assert (
-                out.tobytes() == whole[0][:, :, here].tobytes() and lse.tobytes() == whole[1][:, :, here].tobytes()
-            ), f"{n} at {at}"
-            at += n
 
 
 @pytest.mark.parametrize("codes", CODES)
@@ -82,20 +73,6 @@ def test_rows_that_no_scale_fits(isa, rng, codes, dropout):
 
 
 @pytest.mark.parametrize("kind", CODES)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_quantising_is_as_near_as_a_scale_allows(rng, dtype, kind):
-    x = (rng.standard_normal((3, 4, 50, 33)) * 10.0 ** rng.integers(-3, 4, (3, 4, 50, 1))).astype(numpy_dtype(dtype))
-    codes, scales = quantise(x, kind)
-    assert codes.dtype == numpy_dtype(kind) and scales.dtype == np.float32
-    codes, last = codes.astype(np.float64), {"int8": 127, "float8_e4m3fn": 448}[kind]
-    assert (np.abs(codes).max(axis=-1) == last).all()
-    assert (scales == np.abs(x.astype(np.float32)).max(axis=-1, keepdims=True) / np.float32(last)).all()
-    error = np.abs(codes * scales.astype(np.float64) - x.astype(np.float64))
-    allowed = 0.5 * scales if kind == "int8" else np.maximum(2.0**-4 * np.abs(x.astype(np.float64)), 2.0**-10 * scales)
-    assert (error <= 1.0002 * allowed).all()
-
-
-@pytest.mark.parametrize("kind", CODES)
 def test_codes_are_those_of_the_reference(rng, kind):
     """All codes, what is half way between two, and the numbers beside that; rows that no scale fits."""
     every = np.arange(256, dtype=np.uint8).view(numpy_dtype(kind)).astype(np.float32)
@@ -118,6 +95,8 @@ def test_codes_are_those_of_the_reference(rng, kind):
     assert np.isnan(scales).sum() == 3 and (codes[3, : len(every)] == every).all()
     assert len(set(every.tolist())) == {"int8": 255, "float8_e4m3fn": 253}[kind]
     fits = (scales > 0)[:, 0]
+    sized = fits & np.isfinite(scales[:, 0])
+    assert (scales[sized] == np.abs(np.stack(rows)[sized]).max(axis=-1, keepdims=True) / last).all()
     ratios = np.clip(np.stack(rows)[fits] / scales[fits], -last, last)
     assert (codes[fits] == (np.rint(ratios) if kind == "int8" else ratios.astype(numpy_dtype(kind)))).all()
     with pytest.raises(sl.ArgumentTypeError, match="x: expected float32, float16 or bfloat16, which an? "):

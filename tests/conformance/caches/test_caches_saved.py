@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from caches import made
 from conftest import FULL
-from problems import CODES, DTYPES, qkv, taken
+from problems import CODES, DTYPES, numpy_dtype, qkv, taken
 
 import speedlight as sl
 
@@ -155,3 +155,26 @@ def test_a_code_of_nan_is_refused(tmp_path):
     )
     with pytest.raises(sl.FileError, match=r"keys.0 of numbers; got NaN"):
         sl.KVCache.load(tmp_path / "c.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
+def test_a_sequence_of_a_pool_is_saved_as_a_cache(rng, tmp_path, dtype):
+    """Of layers of different lengths, one of them none; the cache attends with the pool's bits."""
+    kind, path = numpy_dtype(taken(dtype)), tmp_path / "sequence.safetensors"
+    pool = sl.PagePool(layers=3, pages=20, page_size=16, kv_heads=2, head_dim=24, value_dim=17, dtype=dtype)
+    others, mine = pool.sequence(), pool.sequence()
+    for layer, n in enumerate((40, 17)):
+        for sequence in (others, mine):
+            k, v = (rng.standard_normal((n, 2, d)).astype(kind) for d in (24, 17))
+            pool.append(layer, [sequence], k, v)
+    mine.save(path)
+    cache = sl.KVCache.load(path)
+    assert [cache.lengths(layer) for layer in range(3)] == [(40,), (17,), (0,)]
+    q = rng.standard_normal((1, 4, 24)).astype(kind)
+    for layer in range(2):
+        assert cache.keys(layer)[0].tobytes() == mine.keys(layer).tobytes()
+        assert cache.values(layer)[0].tobytes() == mine.values(layer).tobytes()
+        one = pool.attend(layer, [mine], q)
+        assert cache.attend(layer, q.swapaxes(0, 1)[None])[0, :, 0].tobytes() == one[0].tobytes()
+    with pytest.raises(sl.FileError, match="expected a name that ends in .safetensors"):
+        mine.save(tmp_path / "sequence")

@@ -54,17 +54,6 @@ def test_a_window_is_the_mask_in_constant_memory(isa, one_width, rng, dtype):
             at += m
         assert cache.used_bytes <= 2 * (128 + 640) * cache.token_bytes and room == 2 * 2 * (128 + 640) * store.row
         assert cache.keys(0).shape[2] == keep + window - 1 and cache.copy().keys(0).tobytes() == cache.keys(0).tobytes()
-    with pytest.raises(sl.ArgumentError, match="length: expected one whose window is still there"):
-        cache.truncate(2000)
-    cache.truncate(2990)
-    new = [x[:, :, :1] for x in (q, k, v)]
-    whole.truncate(2990)
-    got, expected = (
-        c.attend(0, *new, **o) for c, o in ((cache, {}), (whole, {"mask": sl.window(window - 1, 0) | sl.prefix(keep)}))
-    )
-    assert got.tobytes() == expected.tobytes()
-    cache.truncate(15)
-    assert cache.lengths(0) == (15, 15)
 
 
 def test_a_failing_long_chunk_leaves_a_windowed_cache_as_it_was(rng):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from pools import forget_steps, kept_calls
 from problems import CODES, DTYPES, numpy_dtype, quantise
 
 import speedlight as sl
@@ -117,14 +118,14 @@ def check_codes(rng, codes, dtype, way):
 def test_stores_past_the_caches_are_like_others(rng, monkeypatch, dtype, sizes, past):
     """As of prompts of 8 MiB; rows that end within a cache line go through the caches."""
     monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
+    forget_steps()
     cache = check_bits(rng, dtype, "side by side", [sizes])
     assert ways_of(cache) == {past and current_isa().arch == "x86_64"}
 
 
 def ways_of(cache):
     """Whether tokens went past the caches."""
-    kept = [x.value for x in cache._storage.steps.memo._held.values()]
-    return {x.launch.shape.streams for x in kept if isinstance(x, putting.AppendCall)}
+    return {x.launch.shape.streams for x in kept_calls(cache) if isinstance(x, putting.AppendCall)}
 
 
 @pytest.mark.parametrize("codes", CODES)
@@ -133,6 +134,7 @@ def test_codes_past_the_caches_are_like_others(rng, monkeypatch, codes):
     found = []
     for least in (0, 1 << 40):
         monkeypatch.setattr(putting, "_STREAM_BYTES", least)
+        forget_steps()
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, value_dim=128, capacity=900, dtype=codes)
         cache.append(0, k, v)
         found.append([x.tobytes() for both in cache._storage.parts(0, [sum(COUNTS)]) for x in both])

@@ -21,37 +21,40 @@ COUNT = 10_000 if FULL else 100  # of each kind
 FEW = 3 if FULL else 2  # of OPTIONS, where rings and codes are what is tested
 
 
-def given(rng, shape, dtype):
-    """None, or an out= of other strides."""
-    return strided(rng, np.empty(shape, dtype)) if rng.random() < 0.3 else None
-
-
 def kinds(rng, dtype):
     return numpy_dtype(str(rng.choice(["float32", "float16"])) if dtype == "int8" else dtype)
 
 
-def same(got, want, what):
-    for a, b in zip(got, want, strict=True):
-        assert a.tobytes() == b.tobytes(), what
+def either(rng, *arrays):
+    """Arrays, or tensors over the same memory; None stays."""
+    return arrays if rng.random() < 0.5 else [None if x is None else torch.from_numpy(x) for x in arrays]
+
+
+def bits(result):
+    return [np.asarray(x).tobytes() for x in (result if isinstance(result, tuple) else (result,))]
+
+
+def arguments_of(rng, q, k, v):
+    """A step's arrays, or its queries alone, and, at times, an out= of other strides."""
+    out = strided(rng, np.empty(q.shape, q.dtype)) if rng.random() < 0.3 else None
+    q, k, v, out = either(rng, q, *((k, v) if rng.random() < 0.8 else (None, None)), out)
+    return [q, k, v], {} if out is None else {"out": out}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
     sizes = {"layers": 1, "pages": 40, "page_size": 256, "kv_heads": 2, "head_dim": D, "dtype": dtype}
-    pool, count = sl.PagePool(**sizes), 4
+    pool, count, most = sl.PagePool(**sizes), 4, FEW if dtype == "int8" else len(OPTIONS) if FULL else 6
     sequences, lengths = [pool.sequence() for _ in range(count)], [0] * count
     tokens = [qkv(rng, "float32", 1, 4, 2, 1, LONGEST + 50, D, D)[1:] for _ in range(count)]
     tokens = [[x[0].swapaxes(0, 1) for x in both] for both in tokens]  # (token, head, dim) of each sequence
     orders = [rng.permutation(count)[: rng.integers(1, count + 1)] for _ in range(6)]
     for step in range(COUNT):
         order = orders[rng.integers(len(orders))]  # few, so that steps are met again
-        counts = [int(rng.choice([0, 1, 1, 1, 2, 20])) for _ in order]
+        counts = [1] * len(order) if rng.random() < 0.4 else [int(rng.choice([0, 1, 1, 1, 2, 20])) for _ in order]
         if not sum(counts):
             continue
-        kind, options = (
-            kinds(rng, dtype),
-            options_of(rng, FEW if dtype == "int8" else len(OPTIONS) if FULL else 6),
-        )
+        kind, options = kinds(rng, dtype), options_of(rng, most)
         sl.set_threads(int(rng.integers(1, 3)))
         for which in order:
             if rng.random() < 0.4:  # to another length, in the same span or another
@@ -63,113 +66,53 @@ def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
                     sequences[which].truncate(want)
                 lengths[which] = want
         fresh = sl.PagePool(**sizes)
-        again = [fresh.sequence() for _ in order]
-        for sequence, which in zip(again, order, strict=True):
-            old = [getattr(sequences[which], name)(0).swapaxes(0, 1) for name in ("keys", "values")]
-            fresh.append(
-                0, [sequence], *(x.astype(kind) for x in old) if dtype != "int8" else old, new_lengths=[lengths[which]]
-            )
-        q, k, v = (
-            strided(rng, x[0].swapaxes(0, 1)) for x in qkv(rng, kind.name, 1, 4, 2, sum(counts), sum(counts), D, D)
-        )
-        new = (k, v) if rng.random() < 0.8 else (None, None)
-        out = given(rng, (sum(counts), 4, D), kind)
-        got = pool.attend(0, [sequences[n] for n in order], q, *new, new_lengths=counts, out=out, **options)
-        same(
-            got,
-            fresh.attend(0, again, q, *new, new_lengths=counts, **options),
-            f"step {step}: {order}, {counts}, {options}",
-        )
-        for which in order:
-            sequences[which].truncate(lengths[which])
+        again, mine = [fresh.sequence() for _ in order], [sequences[n] for n in order]
+        for sequence, old, which in zip(again, mine, order, strict=True):
+            held = [x(0).swapaxes(0, 1) for x in (old.keys, old.values)]
+            held = [x.astype(kind) for x in held] if dtype != "int8" else held
+            fresh.append(0, [sequence], *held, new_lengths=[lengths[which]])
+        q, *new = (x[0].swapaxes(0, 1) for x in qkv(rng, kind.name, 1, 4, 2, sum(counts), sum(counts), D, D))
+        arrays, more = arguments_of(rng, *(strided(rng, x) for x in (q, *new)))
+        want = bits(fresh.attend(0, again, *arrays, new_lengths=counts, **options))
+        usual = (len(counts) == 1 or set(counts) == {1}) and rng.random() < 0.8
+        more |= {} if usual else {"new_lengths": counts}
+        for _ in range(2):  # as it is, and when the step is known
+            got = pool.attend(0, mine, *arrays, **more, **options)
+            assert bits(got) == want and type(got[0]) is type(arrays[0]), f"step {step}: {order}, {counts}, {options}"
+            for which in order:
+                sequences[which].truncate(lengths[which])
+    assert len(kept_steps(pool)) > 5
 
 
 @pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float32", 300), ("int8", None)])
 def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
-    sizes = {
-        "layers": 1,
-        "batch": 2,
-        "kv_heads": 2,
-        "head_dim": D,
-        "dtype": dtype,
-        "capacity": LONGEST + 40,
-        "window": window,
-    }
-    cache, base = sl.KVCache(**sizes), sl.KVCache(**sizes)
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": D, "dtype": dtype, "window": window}
+    cache, base = (sl.KVCache(**sizes, capacity=LONGEST + 40) for _ in range(2))
+    most = FEW if window or dtype == "int8" else len(OPTIONS)
     _, k, v = qkv(rng, "float32", 2, 4, 2, 1, LONGEST, D, D)
     base.append(0, k, v)
     for step in range(COUNT):
-        kind, options = (
-            kinds(rng, dtype),
-            options_of(rng, FEW if window or dtype == "int8" else len(OPTIONS)),
-        )
+        kind, options, n = kinds(rng, dtype), options_of(rng, most), int(rng.choice([1, 1, 2, 20]))
         sl.set_threads(int(rng.integers(1, 3)))
-        n = int(rng.choice([1, 1, 2, 20]))
         if rng.random() < 0.5:
-            lengths = (
-                [int(x) for x in rng.integers(30, LONGEST, 2)]
-                if rng.random() < 0.7
-                else [int(rng.integers(30, LONGEST))] * 2
-            )
+            lengths = [int(x) for x in rng.integers(30, LONGEST, 2 if rng.random() < 0.7 else 1)] * 2
             cache.clear()
-            cache.append(0, k[:, :, : max(lengths)], v[:, :, : max(lengths)], new_lengths=lengths)
-        fresh = cache.copy()
-        q, new_k, new_v = (strided(rng, x) for x in qkv(rng, kind.name, 2, 4, 2, n, n, D, D))
-        new = (new_k, new_v) if rng.random() < 0.8 else (None, None)
-        if not all(cache.lengths(0)):
-            continue
-        more = {"new_lengths": [n, int(rng.integers(n + 1))]} if new[0] is not None and rng.random() < 0.2 else {}
-        out = given(rng, (2, 4, n, D), kind)
-        before = cache.lengths(0)
-        if max(before) + n > LONGEST + 40:
+            cache.append(0, k[:, :, : max(lengths[:2])], v[:, :, : max(lengths[:2])], new_lengths=lengths[:2])
+        fresh, before = cache.copy(), cache.lengths(0)
+        if not all(before) or max(before) + n > LONGEST + 40:
             cache.clear()
             continue
-        got = cache.attend(0, q, *new, out=out, **options, **more)
-        same(got, fresh.attend(0, q, *new, **options, **more), f"step {step}: {before} and {n}, {options}")
-
-
-def either(rng, *arrays):
-    """Arrays, or tensors over the same memory."""
-    return arrays if rng.random() < 0.5 else [torch.from_numpy(x) for x in arrays]
-
-
-def bits(result):
-    return [np.asarray(x).tobytes() for x in (result if isinstance(result, tuple) else (result,))]
-
-
-def test_usual_steps_from_arrays_and_tensors_say_what_first_ones_say(rng):
-    """Without lengths, so that shapes say all: by a cache's and a pool's fast path, over several spans and pages."""
-    _, k, v = qkv(rng, "float32", 1, 4, 2, 1, LONGEST + 50, D, D)
-    packed = [x[0].swapaxes(0, 1) for x in (k, v)]
-    sizes = {"layers": 1, "kv_heads": 2, "head_dim": D}
-    cache, pool = sl.KVCache(**sizes, capacity=LONGEST + 50), sl.PagePool(**sizes, pages=1000, page_size=16)
-    sequences, ways = [pool.sequence() for _ in range(3)], set()
-    for _ in range(COUNT // 5):
-        lengths = [int(x) for x in rng.integers(1, LONGEST, 3)]
-        cache.clear()
-        cache.append(0, k[:, :, : lengths[0]], v[:, :, : lengths[0]])
-        for sequence, n in zip(sequences, lengths, strict=True):
-            sequence.truncate(0)
-            pool.append(0, [sequence], *(x[:n] for x in packed), new_lengths=[n])
-        options, n = options_of(rng, 6), int(rng.choice([1, 1, 2, 20]))
-        q, new_k, new_v = (strided(rng, x) for x in qkv(rng, "float32", 1, 4, 2, n, n, D, D))
-        want = cache.copy().attend(0, q, new_k, new_v, **options)
-        reads = bits(cache.copy().attend(0, q, **options))
-        given = either(rng, q, new_k, new_v)
-        assert bits(cache.attend(0, given[0], **options)) == reads
-        got = cache.attend(0, *given, **options)
-        assert bits(got) == bits(want) and type(got[0]) is type(given[0])
-        assert cache.lengths(0) == (lengths[0] + n,)
-        q, new_k, new_v = (strided(rng, x[0].swapaxes(0, 1)) for x in qkv(rng, "float32", 1, 4, 2, 3, 3, D, D))
-        ones, given, forks = [1, 1, 1], either(rng, q, new_k, new_v), [x.fork() for x in sequences]
-        want = pool.attend(0, forks, q, new_k, new_v, new_lengths=ones, **options)
-        reads = bits(pool.attend(0, sequences, q, new_lengths=ones, **options))
-        assert bits(pool.attend(0, sequences, given[0], **options)) == reads
-        got = pool.attend(0, sequences, *given, **options)
-        assert bits(got) == bits(want) and type(got[0]) is type(given[0])
-        assert [x.keys(0).tobytes() for x in sequences] == [x.keys(0).tobytes() for x in forks]
-        ways.add(type(given[0]))
-    assert len(ways) == 2 and len(kept_steps(cache)) > 5 and len(kept_steps(pool)) > 5
+        arrays, more = arguments_of(rng, *(strided(rng, x) for x in qkv(rng, kind.name, 2, 4, 2, n, n, D, D)))
+        told = arrays[1] is not None and rng.random() < 0.2
+        lengths = {"new_lengths": [n, int(rng.integers(n + 1))]} if told else {}
+        want = bits(fresh.attend(0, *arrays, **options, **lengths))
+        for again in (True, False):  # as it is, and when the step is known
+            got = cache.attend(0, *arrays, **options, **lengths, **more)
+            assert bits(got) == want and type(got[0]) is type(arrays[0]), f"step {step}: {before} and {n}, {options}"
+            if again:
+                cache.truncate(before)
+        assert cache.lengths(0) == fresh.lengths(0)
+    assert len(kept_steps(cache)) > 5
 
 
 @pytest.mark.parametrize("codes", ["float32", "int8"])

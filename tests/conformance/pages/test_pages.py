@@ -313,7 +313,7 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
                 failing = _Failing(at)
                 for module in (putting, storage, prepare, launch):
                     patch.setattr(module, "np", failing)
-                forget_steps(pool if kind == "pool" else cache)
+                forget_steps()
                 try:
                     out = call(n)
                 except MemoryError:

@@ -87,15 +87,6 @@ def test_windows_starts_and_lengths_over_raw_pages(rng, options):
     assert got.tobytes() == want.tobytes()
 
 
-def test_raw_pages_of_torch(rng):
-    torch = pytest.importorskip("torch")
-    q, pages = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16), torch.randn(9, 16, 2, 16, dtype=torch.bfloat16)
-    table, lengths = torch.tensor([[0, 5], [2, 1]], dtype=torch.int32), torch.tensor([20, 32])
-    out = sl.attention_paged(q, pages, pages, table, lengths)
-    keys = pages[table.long()].reshape(2, 32, 2, 16).transpose(1, 2)
-    assert torch.equal(out[1:], sl.attention(q[1:], keys[1:], keys[1:]))
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 def test_negated_tensors_are_refused_of_one_row_and_of_several(batch):
     torch = pytest.importorskip("torch")
