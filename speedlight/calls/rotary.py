@@ -80,7 +80,8 @@ def rotary(
     elif out is None and not interleaved:
         few: Any = x
         if rotation.dims == few.shape[-1] and few.dtype in _COMPUTED:
-            return _turned_halves(few, rotation.cos, rotation.sin, rotation.dims // 2)
+            turned_few: Any = _turned_halves(few, rotation.cos, rotation.sin, rotation.dims // 2)
+            return turned_few
     if out is not None:
         check_out(out, x)
     return _rotated(x, rotation, out)
