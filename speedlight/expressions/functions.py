@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ExpressionError, pass_on, shown
-from .operations import OPERATIONS
-from .symbols import Symbol, applied, is_traced
+from .symbols import Symbol, applied, applied_by_numpy, is_traced
 
 
 def _function(op: str, *operands: Any) -> Any:
     """Makes a node of symbols, and NumPy's result of numbers and arrays."""
-    if is_traced(*operands):
-        return applied(op, *operands)
-    try:
-        return OPERATIONS[op].numpy(*operands)
-    except Exception as error:  # another library's array may refuse by any
-        pass_on(error)
-        got, why = ", ".join(map(shown, operands)), str(error).rstrip(".")
-        raise ExpressionError(f"{op}: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
+    return applied(op, *operands) if is_traced(*operands) else applied_by_numpy(op, *operands)
 
 
 def minimum(a: Any, b: Any) -> Any:
