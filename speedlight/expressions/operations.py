@@ -250,6 +250,14 @@ def _logarithm_error(v: Any, e: Any, y: Any) -> Any:
     return 1.5 * e[0] / np.maximum(np.abs(v[0]) - e[0], 1e-300)
 
 
+def _log1p_error(v: Any, e: Any, y: Any) -> Any:
+    return 1.5 * e[0] / np.maximum(np.abs(1 + v[0]) - e[0], 1e-300)
+
+
+def _expm1_error(v: Any, e: Any, y: Any) -> Any:
+    return (y + 1) * np.expm1(e[0])
+
+
 def _root_error(v: Any, e: Any, y: Any) -> Any:
     least = np.maximum(np.abs(v[0]) - e[0], 0)
     return e[0] / np.maximum(np.sqrt(least), np.sqrt(e[0]) + 1e-300)
@@ -345,5 +353,7 @@ _ROWS = (
     Operation("tan", 1, FLOATS, None, None, 16, _of_angle(np.tan), None, 6, _tangent_error,
               lambda y, a: (1.0 + y * y,)),
     Operation("erf", 1, FLOATS, None, None, 16, _erf, None, 4, _erf_error, lambda y, a: (_ERF_SLOPE * np.exp(-a * a),)),
+    Operation("log1p", 1, FLOATS, None, None, 16, np.log1p, None, 6, _log1p_error, lambda y, a: (1.0 / (1.0 + a),)),
+    Operation("expm1", 1, FLOATS, None, None, 16, np.expm1, None, 6, _expm1_error, lambda y, a: (y + 1.0,)),
 )  # fmt: skip
 OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}

@@ -94,6 +94,8 @@ class _Text:
                 return f"{args[0]} {OPERATIONS[op].symbol} {args[1]}"
             case "exp" | "exp2" | "log" | "log2" | "tanh" | "sqrt" | "sigmoid" | "sin" | "cos" | "tan" | "erf":
                 return f"{op}({args[0]})"
+            case "log1p" | "expm1":
+                return f"{op}({args[0]})"
             case "div":
                 return f"divided({args[0]}, {args[1]})"
             case "floordiv" | "mod":
