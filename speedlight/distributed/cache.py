@@ -13,13 +13,12 @@ from torch import Tensor
 from ..arrays.files import read_metadata
 from ..arrays.integers import whole
 from ..errors import ArgumentError, FileError, not_pickled
-from ..errors.advice import unknown
 from ..kv import saving as saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem.checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
-from ..problem.options import public
+from ..problem.options import ScoreOptions, public, refuse_unknown
 from ..problem.problem import Options
 from ..problem.shardings import check_shard, positions
 from . import placement
@@ -30,7 +29,9 @@ from .placement import Placement
 from .tensors import check_lengths
 
 if TYPE_CHECKING:
-    from ..problem.options import Dtype, Ints, Mask, Scores, Sinks
+    from typing_extensions import Unpack
+
+    from ..problem.options import Dtype, Ints
     from ..problem.shardings import Shard
 
 _STORED = "stored tokens"  # as a message names what ranks have by now
@@ -178,8 +179,7 @@ class KVCache:
             CacheFull: a sequence would pass the capacity, or what a rank has room for. Nothing is written on any rank.
             speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
         """
-        if theirs:
-            raise unknown(KVCache.append, next(iter(theirs)))
+        refuse_unknown(KVCache.append, theirs)
 
         def checked() -> _Checked:
             at = self._layer(layer)
@@ -203,7 +203,7 @@ class KVCache:
             self._local.roll_back(layer, before)
             raise
 
-    @public(has_frame=False)
+    @public(ScoreOptions, has_frame=False)
     def attend(
         self,
         layer: int,
@@ -213,20 +213,16 @@ class KVCache:
         *,
         new_lengths: Ints | None = None,
         q_lengths: Ints | None = None,
-        scale: float | None = None,
-        mask: Mask | None = None,
-        score: Scores | None = None,
-        sink_logits: Sinks | None = None,
         return_lse: bool = False,
-        **theirs: NoReturn,
+        **options: Unpack[ScoreOptions],
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
         Args:
             q: (batch, q_heads, n_new, head_dim), a tensor, the same on every rank.
             k, v: as for append(), the same on every rank; None appends nothing: every query then sees every token.
-            layer, new_lengths, q_lengths, scale, mask, score, sink_logits, return_lse: as for
-                speedlight.KVCache.attend(); positions count from the first token of a sequence, whoever keeps it.
+            layer, new_lengths, q_lengths, return_lse: as for speedlight.KVCache.attend().
+            **options: as for it; positions count from the first token of a sequence, whoever keeps it.
 
         Returns:
             (batch, q_heads, n_new, value_dim), of q's dtype; with return_lse also (batch, q_heads, n_new). Each rank
@@ -239,9 +235,8 @@ class KVCache:
 
         After an exception the cache is as it was. If other ranks went on, the next call says so, on every rank.
         """
-        if theirs:
-            raise unknown(KVCache.attend, next(iter(theirs)))
-        given = Options(mask=mask, score=score, sink_logits=sink_logits, scale=scale, causal=k is not None)
+        refuse_unknown(KVCache.attend, options)
+        given = Options(causal=k is not None, **options)
 
         def checked() -> _Checked:
             check_flag("return_lse", return_lse)
