@@ -45,8 +45,8 @@ class _Checked(NamedTuple):
     own: int = 0  # of this rank alone: tokens that it brings, or what it has drawn
 
 
-class _Shorter(NamedTuple):
-    """The tokens that truncate() and keep() leave, and what they ask of this rank's own."""
+class _Left(NamedTuple):
+    """The tokens that truncate(), keep() and clear() leave, and what they ask of this rank's own."""
 
     placed: list[list[Placement]]  # of each layer
     start: list[int]
@@ -274,14 +274,9 @@ class KVCache:
 
         def checked() -> _Checked:
             each = shorter_lengths(length, [list(self.lengths(n)) for n in range(self.layers)], lambda *_: False)
-            found = []
-            for own in self._placed:
-                after = [placement.shortened(x, n) for x, n in zip(own, each, strict=True)]
-                found.append(_Shorter([after], [x.counts[self.rank] for x in after], []))
-            return _Checked({"length": str(each)}, _of_all(found))
+            return _Checked({"length": str(each)}, self._left(each, [[]] * self.batch))
 
-        shorter, _ = self._agreed("truncate", checked)
-        self._shorten(shorter.placed, lambda: self._local.truncate(shorter.start))
+        self._shorten("truncate", checked)
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
         """Keeps, of the tokens from `start` on, those at these indices, and forgets the others, in every layer: as
@@ -290,28 +285,36 @@ class KVCache:
 
         def checked() -> _Checked:
             starts, paths = paths_of(indices, start, [self.lengths(n) for n in range(self.layers)])
-            found = []
-            for own in self._placed:
-                both = [placement.kept(*x) for x in zip(own, starts, paths, strict=True)]
-                first = [placement.shortened(x, n).counts[self.rank] for x, n in zip(own, starts, strict=True)]
-                found.append(_Shorter([[x for x, _ in both]], first, [slots[self.rank] for _, slots in both]))
-            return _Checked({"start": str(starts), "indices": str(paths)}, _of_all(found))
+            return _Checked({"start": str(starts), "indices": str(paths)}, self._left(starts, paths))
 
-        shorter, _ = self._agreed("keep", checked)
-        path: Any = shorter.path if self.batch > 1 else shorter.path[0]
-        self._shorten(shorter.placed, lambda: self._local.keep(path, start=shorter.start))
+        self._shorten("keep", checked)
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._agreed("clear", lambda: _Checked({}))
-        self._shorten([[placement.empty(self.ranks)] * self.batch for _ in range(self.layers)], self._local.clear)
+        self._shorten("clear", lambda: _Checked({}, self._left([0] * self.batch, [[]] * self.batch)))
 
-    def _shorten(self, after: list[list[Placement]], change: Callable[[], None]) -> None:
-        """Both change, or neither: this rank's tokens by one store of their lengths, which tells."""
+    def _left(self, starts: list[int], paths: list[list[int]]) -> _Left:
+        """What every layer keeps, if it is the same of this rank's tokens in each."""
+        placed, own = [], []
+        for layer in self._placed:
+            both = [placement.kept(*x) for x in zip(layer, starts, paths, strict=True)]
+            placed.append([x for x, _ in both])
+            slots = [slots[self.rank] for _, slots in both]
+            own.append(([x.counts[self.rank] - len(y) for (x, _), y in zip(both, slots, strict=True)], slots))
+            if own[-1] != own[0]:
+                raise ArgumentError(
+                    f"layer: expected tokens that lie alike in every layer; those of layer {len(own) - 1} lie "
+                    "otherwise than those of layer 0. Append the same shards to each layer, or clear()."
+                )
+        return _Left(placed, *own[0])
+
+    def _shorten(self, call: str, checked: Callable[[], _Checked]) -> None:
+        """Makes the cache what is left: this rank's tokens by one store of their lengths, and where all lie."""
+        left, _ = self._agreed(call, checked)
         before, held = self._placed, [self._local.lengths(n) for n in range(self.layers)]
         try:
-            self._placed = after
-            change()
+            self._placed = left.placed
+            self._local.keep(left.path if self.batch > 1 else left.path[0], start=left.start)
         except BaseException:
             if [self._local.lengths(n) for n in range(self.layers)] == held:
                 self._placed = before
@@ -415,15 +418,3 @@ class KVCache:
         after = [joined[id(x)] for x in before]
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         return new._replace(rows=[[range(counts[self.rank])]] * self.batch, after=after)
-
-
-def _of_all(layers: list[_Shorter]) -> _Shorter:
-    """Returns what every layer is left with, if it is the same of this rank's tokens in each."""
-    first = layers[0]
-    for n, x in enumerate(layers):
-        if (x.start, x.path) != (first.start, first.path):
-            raise ArgumentError(
-                f"layer: expected tokens that lie alike in every layer; those of layer {n} lie otherwise than those of "
-                "layer 0. Append the same shards to each layer, or clear()."
-            )
-    return first._replace(placed=[x.placed[0] for x in layers])
