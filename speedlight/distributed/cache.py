@@ -24,7 +24,7 @@ from ..problem.shardings import check_shard, positions
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
-from .partial import NewTokens, asked_of, carried, merged, partial, put
+from .partial import NewTokens, asked_of, merged, partial, put
 from .placement import Placement
 from .tensors import check_lengths
 
@@ -99,16 +99,22 @@ class KVCache:
             checked_sizes({"capacity": capacity, "piece": piece})
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
-            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype, **carried(self._peers, local)}
+            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype, **self._carried(local)}
             return _Checked({name: str(x if whole(x) is None else whole(x)) for name, x in form.items()}, local)
 
         local, _ = self._agreed("KVCache", made)
-        placed = [[placement.empty(self.ranks)] * local.batch for _ in range(local.layers)]
+        placed = [[placement.placed([], self.ranks)] * local.batch for _ in range(local.layers)]
         self._holds(local, size("capacity", capacity), size("piece", piece), placed)
 
     def _joins(self, group: Any) -> None:
         self._peers = Peers(group)
         self.rank, self.ranks = self._peers.rank, self._peers.ranks
+
+    def _carried(self, local: Local) -> dict[str, str]:
+        """Where a rank's tokens lie, if its partial results can be sent."""
+        device = torch.device(local.device)
+        self._peers.check_carries("results", device)
+        return {"device": device.type}
 
     def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
         self._peers.open(torch.device(local.device))
@@ -189,7 +195,7 @@ class KVCache:
             check_shard(shard)
             if new_lengths is not None:
                 raise ArgumentError("new_lengths: expected None beside shard=, which is of all sequences; got lengths.")
-            new = NewTokens(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], [], [])
+            new = NewTokens(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], None, [])
             return _Checked({"shard": shard, **self._state(at)}, new, new.k.shape[2])
 
         new, counts = self._agreed("append", checked)
@@ -363,7 +369,7 @@ class KVCache:
                 form = {"stamp": words["stamp"], "tokens": words["placed"]}
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 raise FileError(f"{where}: expected a file that save() of a sharded cache wrote ({error}).") from None
-            return _Checked({**form, **carried(cache._peers, local)}, content)
+            return _Checked({**form, **cache._carried(local)}, content)
 
         content, _ = cache._agreed("load", found)
         cache._holds(*content)
@@ -417,4 +423,4 @@ class KVCache:
         joined = {id(x): placement.sharded(x, shards) for x in before}
         after = [joined[id(x)] for x in before]
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
-        return new._replace(rows=[[range(counts[self.rank])]] * self.batch, after=after)
+        return new._replace(after=after)
