@@ -24,7 +24,7 @@ from speedlight.distributed.plans import Sharded, schedule_of
 from speedlight.distributed.tensors import common
 from speedlight.problem.build import from_arrays
 from speedlight.problem.problem import Options
-from speedlight.problem.shardings import SHARDS, positions
+from speedlight.problem.shardings import SHARDS, positions, tokens
 
 
 def started(world, name, *numbers, timeout=600):
@@ -120,30 +120,38 @@ class Recorded:
         pass
 
 
-@pytest.mark.parametrize(("ranks", "exact", "most"), [(2, False, 2), (4, False, 3), (4, True, 2)])
-def test_keys_on_their_way_are_two_or_three_halves_of_a_shard(ranks, exact, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("ranks", "length", "exact"),
+    [(2, 8192, False), (4, 16384, False), (4, 16384, True), (3, 32768, False), (8, 39999, False)],
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_keys_on_their_way_are_those_that_the_model_adds_up(ranks, length, exact, options, monkeypatch):
     """Those that are computed with, those that come, and those that are passed on; what is sent is not copied."""
-    made, peak = [], 0
+    made, peaks = [], []
 
     def counted(like, shape):
-        nonlocal peak
         found = like.new_empty(shape)
         made.append(weakref.ref(found))
-        peak = max(peak, sum(x.nbytes for x in (ref() for ref in made) if x is not None))
+        peaks[-1] = max(peaks[-1], sum(x.nbytes for x in (ref() for ref in made) if x is not None))
         return found
 
     monkeypatch.setattr(arriving, "mmap_empty", counted)
     monkeypatch.setattr(tensors, "mmap_empty", counted)
-    length = 4096 * ranks
-    of = sharded(length, ranks, "zigzag")
-    schedule = schedule_of(of, exact=exact)
+    of = sharded(length, ranks, "zigzag", **options)
+    schedule, states = schedule_of(of, exact=exact), []
     for rank in range(ranks):
-        k = torch.empty(1, 2, 4096, 32)
+        k = torch.empty(1, 2, tokens(of.k[rank]), 64, device="meta")
+        made.clear()
+        peaks.append(0)
+        states.append(2 * k.shape[1] * k.shape[2] * 4)  # a maximum and a sum of every row
         arrivals = arriving.Arrivals(Recorded(rank), arriving.LocalKeys((k, k), of.k[rank], 2), schedule)
         for step in schedule.steps[rank]:
             assert [x.shape[2] for x in arrivals.keys(step)] == [len(step.keys)] * 2
         arrivals.finish()
-    assert peak == most * k.nbytes  # of two halves, of keys and of values
+    method = "exact" if exact else "ring"
+    sizes = {"q_heads": 2, "q_len": length, "head_dim": 64} | options
+    found = sl.plan(**sizes, ranks=ranks, shard="zigzag", method=method).ranks
+    assert found is not None and found.way.memory_bytes == tuple(map(sum, zip(peaks, states, strict=True)))
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
