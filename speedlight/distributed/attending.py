@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,12 +15,11 @@ from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
 from ..autograd.attending import cast
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
-from ..errors.advice import unknown
 from ..problem.build import from_arrays
 from ..problem.checks import check_flag, check_layout
 from ..problem.gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
-from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window, public
-from ..problem.problem import LAYOUTS, Options, Problem, padded_alike
+from ..problem.options import ShardOptions, public, refuse_unknown
+from ..problem.problem import LAYOUTS, Options, Problem
 from ..problem.shardings import Shard, check_shard, one_after_the_other, positions
 from .forms import form_of, tables_in
 from .groups import MeshGroups, agreed, peers_of
@@ -28,8 +27,11 @@ from .plans import Sharded
 from .tensors import check_device, check_lengths
 from .ways import METHODS, Execution, Method
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@public()
+
+@public(ShardOptions)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -40,22 +42,8 @@ def attention(
     shard: Shard = "contiguous",
     method: Method = "auto",
     exact: bool = False,
-    causal: Causal = False,
-    window: Window | None = None,
-    mask: Mask | None = None,
-    score: Scores | None = None,
-    sink_logits: Sinks | None = None,
-    q_start: Int | Ints | None = None,
-    k_start: Int = 0,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    cu_seqlens_q: Ints | None = None,
-    cu_seqlens_k: Ints | None = None,
-    lengths: Ints | None = None,
-    q_lengths: Ints | None = None,
-    k_lengths: Ints | None = None,
     return_lse: bool = False,
-    **theirs: NoReturn,
+    **options: Unpack[ShardOptions],
 ) -> Any:
     """speedlight.attention() over a sequence that is sharded over processes; differentiable. All call it together.
 
@@ -77,8 +65,7 @@ def attention(
             Else they are within its bounds, and the same from run to run. Under "ulysses", and under "gather" of
             contiguous and zigzag shards, they have those bits anyway. On CPUs.
         return_lse: also return the log-sum-exps of this process's rows.
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
-        q_lengths, k_lengths: as for speedlight.attention(). There is no dropout.
+        **options: as for speedlight.attention(), of the whole sequence. There is no dropout.
 
     Returns:
         This process's rows of out, or with return_lse (out, lse). What flows back to q, k and v is of the whole
@@ -103,24 +90,17 @@ def attention(
     torch.Size([1, 2, 3, 4])
     >>> dist.destroy_process_group()
     """
-    if theirs:
-        raise unknown(attention, next(iter(theirs)))
+    refuse_unknown(attention, options)
     given = Given(q, k, v, shard, method, exact, return_lse, peers_of(group, mesh))
-    options, error = Options(), None
+    known, error = Options(), None
     try:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             q, k, v = cast(q, k, v)
             given = given._replace(q=q, k=k, v=v)
-        if lengths is not None:
-            q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-        options = Options(
-            causal=causal, window=window, mask=mask, score=score, sink_logits=sink_logits, q_start=q_start,
-            k_start=k_start, scale=scale, layout=layout, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            q_lengths=q_lengths, k_lengths=k_lengths,
-        ).spelled()  # fmt: skip
+        known = Options.of(attention, options).spelled()
     except Exception as found:  # which the others are told
         error = found
-    out, lse = attended(given, options, error)
+    out, lse = attended(given, known, error)
     return (out, lse) if return_lse else out
 
 

@@ -13,24 +13,25 @@ from torch import Tensor
 from ..arrays.files import read_metadata
 from ..arrays.integers import whole
 from ..errors import ArgumentError, FileError, not_pickled
-from ..errors.advice import unknown
 from ..kv import saving as saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem.checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
-from ..problem.options import public
+from ..problem.options import ScoreOptions, public, refuse_unknown
 from ..problem.problem import Options
 from ..problem.shardings import check_shard, positions
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
-from .partial import NewTokens, asked_of, carried, merged, partial, put
+from .partial import NewTokens, asked_of, merged, partial, put
 from .placement import Placement
 from .tensors import check_lengths
 
 if TYPE_CHECKING:
-    from ..problem.options import Dtype, Ints, Mask, Scores, Sinks
+    from typing_extensions import Unpack
+
+    from ..problem.options import Dtype, Ints
     from ..problem.shardings import Shard
 
 _STORED = "stored tokens"  # as a message names what ranks have by now
@@ -44,8 +45,8 @@ class _Checked(NamedTuple):
     own: int = 0  # of this rank alone: tokens that it brings, or what it has drawn
 
 
-class _Shorter(NamedTuple):
-    """The tokens that truncate() and keep() leave, and what they ask of this rank's own."""
+class _Left(NamedTuple):
+    """The tokens that truncate(), keep() and clear() leave, and what they ask of this rank's own."""
 
     placed: list[list[Placement]]  # of each layer
     start: list[int]
@@ -98,16 +99,22 @@ class KVCache:
             checked_sizes({"capacity": capacity, "piece": piece})
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
-            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype, **carried(self._peers, local)}
+            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype, **self._carried(local)}
             return _Checked({name: str(x if whole(x) is None else whole(x)) for name, x in form.items()}, local)
 
         local, _ = self._agreed("KVCache", made)
-        placed = [[placement.empty(self.ranks)] * local.batch for _ in range(local.layers)]
+        placed = [[placement.placed([], self.ranks)] * local.batch for _ in range(local.layers)]
         self._holds(local, size("capacity", capacity), size("piece", piece), placed)
 
     def _joins(self, group: Any) -> None:
         self._peers = Peers(group)
         self.rank, self.ranks = self._peers.rank, self._peers.ranks
+
+    def _carried(self, local: Local) -> dict[str, str]:
+        """Where a rank's tokens lie, if its partial results can be sent."""
+        device = torch.device(local.device)
+        self._peers.check_carries("results", device)
+        return {"device": device.type}
 
     def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
         self._peers.open(torch.device(local.device))
@@ -178,8 +185,7 @@ class KVCache:
             CacheFull: a sequence would pass the capacity, or what a rank has room for. Nothing is written on any rank.
             speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
         """
-        if theirs:
-            raise unknown(KVCache.append, next(iter(theirs)))
+        refuse_unknown(KVCache.append, theirs)
 
         def checked() -> _Checked:
             at = self._layer(layer)
@@ -189,7 +195,7 @@ class KVCache:
             check_shard(shard)
             if new_lengths is not None:
                 raise ArgumentError("new_lengths: expected None beside shard=, which is of all sequences; got lengths.")
-            new = NewTokens(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], [], [])
+            new = NewTokens(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], None, [])
             return _Checked({"shard": shard, **self._state(at)}, new, new.k.shape[2])
 
         new, counts = self._agreed("append", checked)
@@ -203,7 +209,7 @@ class KVCache:
             self._local.roll_back(layer, before)
             raise
 
-    @public(has_frame=False)
+    @public(ScoreOptions, has_frame=False)
     def attend(
         self,
         layer: int,
@@ -213,20 +219,16 @@ class KVCache:
         *,
         new_lengths: Ints | None = None,
         q_lengths: Ints | None = None,
-        scale: float | None = None,
-        mask: Mask | None = None,
-        score: Scores | None = None,
-        sink_logits: Sinks | None = None,
         return_lse: bool = False,
-        **theirs: NoReturn,
+        **options: Unpack[ScoreOptions],
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
         Args:
             q: (batch, q_heads, n_new, head_dim), a tensor, the same on every rank.
             k, v: as for append(), the same on every rank; None appends nothing: every query then sees every token.
-            layer, new_lengths, q_lengths, scale, mask, score, sink_logits, return_lse: as for
-                speedlight.KVCache.attend(); positions count from the first token of a sequence, whoever keeps it.
+            layer, new_lengths, q_lengths, return_lse: as for speedlight.KVCache.attend().
+            **options: as for it; positions count from the first token of a sequence, whoever keeps it.
 
         Returns:
             (batch, q_heads, n_new, value_dim), of q's dtype; with return_lse also (batch, q_heads, n_new). Each rank
@@ -239,9 +241,8 @@ class KVCache:
 
         After an exception the cache is as it was. If other ranks went on, the next call says so, on every rank.
         """
-        if theirs:
-            raise unknown(KVCache.attend, next(iter(theirs)))
-        given = Options(mask=mask, score=score, sink_logits=sink_logits, scale=scale, causal=k is not None)
+        refuse_unknown(KVCache.attend, options)
+        given = Options(causal=k is not None, **options)
 
         def checked() -> _Checked:
             check_flag("return_lse", return_lse)
@@ -279,14 +280,9 @@ class KVCache:
 
         def checked() -> _Checked:
             each = shorter_lengths(length, [list(self.lengths(n)) for n in range(self.layers)], lambda *_: False)
-            found = []
-            for own in self._placed:
-                after = [placement.shortened(x, n) for x, n in zip(own, each, strict=True)]
-                found.append(_Shorter([after], [x.counts[self.rank] for x in after], []))
-            return _Checked({"length": str(each)}, _of_all(found))
+            return _Checked({"length": str(each)}, self._left(each, [[]] * self.batch))
 
-        shorter, _ = self._agreed("truncate", checked)
-        self._shorten(shorter.placed, lambda: self._local.truncate(shorter.start))
+        self._shorten("truncate", checked)
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
         """Keeps, of the tokens from `start` on, those at these indices, and forgets the others, in every layer: as
@@ -295,28 +291,36 @@ class KVCache:
 
         def checked() -> _Checked:
             starts, paths = paths_of(indices, start, [self.lengths(n) for n in range(self.layers)])
-            found = []
-            for own in self._placed:
-                both = [placement.kept(*x) for x in zip(own, starts, paths, strict=True)]
-                first = [placement.shortened(x, n).counts[self.rank] for x, n in zip(own, starts, strict=True)]
-                found.append(_Shorter([[x for x, _ in both]], first, [slots[self.rank] for _, slots in both]))
-            return _Checked({"start": str(starts), "indices": str(paths)}, _of_all(found))
+            return _Checked({"start": str(starts), "indices": str(paths)}, self._left(starts, paths))
 
-        shorter, _ = self._agreed("keep", checked)
-        path: Any = shorter.path if self.batch > 1 else shorter.path[0]
-        self._shorten(shorter.placed, lambda: self._local.keep(path, start=shorter.start))
+        self._shorten("keep", checked)
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._agreed("clear", lambda: _Checked({}))
-        self._shorten([[placement.empty(self.ranks)] * self.batch for _ in range(self.layers)], self._local.clear)
+        self._shorten("clear", lambda: _Checked({}, self._left([0] * self.batch, [[]] * self.batch)))
 
-    def _shorten(self, after: list[list[Placement]], change: Callable[[], None]) -> None:
-        """Both change, or neither: this rank's tokens by one store of their lengths, which tells."""
+    def _left(self, starts: list[int], paths: list[list[int]]) -> _Left:
+        """What every layer keeps, if it is the same of this rank's tokens in each."""
+        placed, own = [], []
+        for layer in self._placed:
+            both = [placement.kept(*x) for x in zip(layer, starts, paths, strict=True)]
+            placed.append([x for x, _ in both])
+            slots = [slots[self.rank] for _, slots in both]
+            own.append(([x.counts[self.rank] - len(y) for (x, _), y in zip(both, slots, strict=True)], slots))
+            if own[-1] != own[0]:
+                raise ArgumentError(
+                    f"layer: expected tokens that lie alike in every layer; those of layer {len(own) - 1} lie "
+                    "otherwise than those of layer 0. Append the same shards to each layer, or clear()."
+                )
+        return _Left(placed, *own[0])
+
+    def _shorten(self, call: str, checked: Callable[[], _Checked]) -> None:
+        """Makes the cache what is left: this rank's tokens by one store of their lengths, and where all lie."""
+        left, _ = self._agreed(call, checked)
         before, held = self._placed, [self._local.lengths(n) for n in range(self.layers)]
         try:
-            self._placed = after
-            change()
+            self._placed = left.placed
+            self._local.keep(left.path if self.batch > 1 else left.path[0], start=left.start)
         except BaseException:
             if [self._local.lengths(n) for n in range(self.layers)] == held:
                 self._placed = before
@@ -365,7 +369,7 @@ class KVCache:
                 form = {"stamp": words["stamp"], "tokens": words["placed"]}
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 raise FileError(f"{where}: expected a file that save() of a sharded cache wrote ({error}).") from None
-            return _Checked({**form, **carried(cache._peers, local)}, content)
+            return _Checked({**form, **cache._carried(local)}, content)
 
         content, _ = cache._agreed("load", found)
         cache._holds(*content)
@@ -419,16 +423,4 @@ class KVCache:
         joined = {id(x): placement.sharded(x, shards) for x in before}
         after = [joined[id(x)] for x in before]
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
-        return new._replace(rows=[[range(counts[self.rank])]] * self.batch, after=after)
-
-
-def _of_all(layers: list[_Shorter]) -> _Shorter:
-    """Returns what every layer is left with, if it is the same of this rank's tokens in each."""
-    first = layers[0]
-    for n, x in enumerate(layers):
-        if (x.start, x.path) != (first.start, first.path):
-            raise ArgumentError(
-                f"layer: expected tokens that lie alike in every layer; those of layer {n} lie otherwise than those of "
-                "layer 0. Append the same shards to each layer, or clear()."
-            )
-    return first._replace(placed=[x.placed[0] for x in layers])
+        return new._replace(after=after)

@@ -47,7 +47,7 @@ class Context(NamedTuple):
     known: Followed
     read: list[tuple[Any, Any]]
     deferred_errors: list[ArgumentError]
-    keys: Any = None  # how keys and values are gathered first, and what flows to them returned, in float32
+    keys: Any = None  # an exchange by which keys and values come first, and what flows to them goes back, in float32
 
 
 def attended(context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +62,7 @@ class _Attention(torch.autograd.Function):
         core = context.core
         q, k, v = (x.detach() for x in (q, k, v))
         if context.keys is not None:
-            k, v = (context.keys.gathered(x) for x in (k, v))
+            k, v = (context.keys.there(x) for x in (k, v))
         here = core.here(context.peers, core.plan, context.deferred_errors)
         out, lse = joining.forward(here, q, k, v) if core.on_gpu else ring.forward(here, q, k, v)
         ctx.context = context
@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
         flows = dict(zip(wanted, found.tables, strict=True))
         tables = (flows[t].reshape(t.origin.shape).to(t.origin.dtype) if t in flows else None for t in known.tables)
         d_sinks = _sinks(core, saved, sinks) if needed[3] else None
-        dk, dv = (x if context.keys is None else context.keys.returned(x) for x in (found.dk, found.dv))
+        dk, dv = (x if context.keys is None else context.keys.back(x) for x in (found.dk, found.dv))
         return None, *(x.to(y.dtype) for x, y in ((found.dq, q), (dk, k), (dv, v))), d_sinks, *tables
 
 

@@ -11,7 +11,7 @@ from ..problem.problem import LAYOUTS
 from ..problem.shardings import Runs, tokens, whole_of
 from .arriving import pieces
 from .groups import Peers
-from .tensors import Exchange, common, contiguous, exchange, mmap_empty, strided_slice
+from .tensors import Exchange, common, contiguous, mmap_empty, strided_slice
 
 
 class HeadExchange(NamedTuple):
@@ -27,13 +27,58 @@ class HeadExchange(NamedTuple):
     def all_tokens(self) -> Runs:
         return whole_of(self.held)
 
-    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From own tokens of all heads to all tokens of own heads."""
-        return _gather(tensor, self)
+    def there(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gathers all tokens of own heads from own tokens of all heads."""
+        own, (head, length), whole = self.peers.rank, self.axes, self.all_tokens
+        result = mmap_empty(tensor, _shape(tensor, self.axes, len(self.heads[own]), tokens(whole)))
+        messages = _Messages(self, "with its heads")
+        for to, heads in enumerate(self.heads):
+            for part in _of_heads(tensor, heads, head) if to != own else ():
+                for at, _ in common(self.held[own], whole):
+                    messages.give(strided_slice(part, at, length), to)
+        for source, runs in enumerate(self.held):
+            for part, place in zip(
+                _of_heads(tensor, self.heads[own], head), _in_turn(result, self.heads[own], head), strict=True
+            ):
+                for at, into in common(runs, whole):
+                    if source != own:
+                        messages.take(strided_slice(place, into, length), source)
+                    else:
+                        strided_slice(place, into, length).copy_(strided_slice(part, at, length))
+        messages.carry()
+        return result
 
-    def returned(self, flow: torch.Tensor) -> torch.Tensor:
-        """From all tokens of own heads to own tokens of all heads; of heads that several processes have, the sum."""
-        return _scatter(flow, self)
+    def back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gathers own tokens of all heads from all tokens of own heads; of heads that several processes have, their
+        sum, in float32 at least, by rank.
+        """
+        own, (head, length), whole = self.peers.rank, self.axes, self.all_tokens
+        adding = sum(map(len, self.heads)) > self.number
+        count = tokens(self.held[own])
+        result = mmap_empty(tensor, _shape(tensor, self.axes, self.number, count))
+        messages, parts = _Messages(self, "with its tokens"), []
+        for to, runs in enumerate(self.held):
+            for part in _in_turn(tensor, self.heads[own], head) if to != own else ():
+                for _, into in common(runs, whole):
+                    messages.give(strided_slice(part, into, length), to)
+        for source, heads in enumerate(self.heads):
+            parts.append(mmap_empty(tensor, _shape(tensor, self.axes, len(heads), count)) if adding else result)
+            places = _in_turn(parts[-1], heads, head) if adding else _of_heads(result, heads, head)
+            for n, place in enumerate(places):
+                for at, into in common(self.held[own], whole):
+                    if source != own:
+                        messages.take(strided_slice(place, at, length), source)
+                    else:
+                        strided_slice(place, at, length).copy_(
+                            strided_slice(_in_turn(tensor, heads, head)[n], into, length)
+                        )
+        messages.carry()
+        return _added(parts, self, result) if adding else result
+
+    @property
+    def reversed(self) -> Exchange:
+        """The exchange that begins with all tokens of own heads."""
+        return Exchange(self.back, self.there)
 
 
 def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
@@ -42,16 +87,6 @@ def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
     if logarithms:
         return (1, 2) if len(layout) == 4 else (0, 1)
     return head, length
-
-
-def gathered(tensor: torch.Tensor, heads: HeadExchange) -> torch.Tensor:
-    """HeadExchange.gathered(), which autograd follows."""
-    return exchange((Exchange(heads.gathered, heads.returned),), tensor)[0]
-
-
-def scattered(*given: tuple[torch.Tensor, HeadExchange]) -> tuple[torch.Tensor, ...]:
-    """HeadExchange.returned() of several tensors, which autograd follows."""
-    return exchange(tuple([Exchange(x.returned, x.gathered) for _, x in given]), *[tensor for tensor, _ in given])
 
 
 class _Messages:
@@ -81,53 +116,6 @@ class _Messages:
         self.x.peers.carry(self.sends, self.receives)
         for place, part in self.aside:
             place.copy_(part)
-
-
-def _gather(tensor: torch.Tensor, x: HeadExchange) -> torch.Tensor:
-    own, (head, length), whole = x.peers.rank, x.axes, x.all_tokens
-    result = mmap_empty(tensor, _shape(tensor, x.axes, len(x.heads[own]), tokens(whole)))
-    messages = _Messages(x, "with its heads")
-    for to, heads in enumerate(x.heads):
-        for part in _of_heads(tensor, heads, head) if to != own else ():
-            for at, _ in common(x.held[own], whole):
-                messages.give(strided_slice(part, at, length), to)
-    for source, runs in enumerate(x.held):
-        for part, place in zip(
-            _of_heads(tensor, x.heads[own], head), _in_turn(result, x.heads[own], head), strict=True
-        ):
-            for at, into in common(runs, whole):
-                if source != own:
-                    messages.take(strided_slice(place, into, length), source)
-                else:
-                    strided_slice(place, into, length).copy_(strided_slice(part, at, length))
-    messages.carry()
-    return result
-
-
-def _scatter(tensor: torch.Tensor, x: HeadExchange) -> torch.Tensor:
-    """Heads that are several processes' come together as their sum, in float32 at least, by rank."""
-    own, (head, length), whole = x.peers.rank, x.axes, x.all_tokens
-    adding = sum(map(len, x.heads)) > x.number
-    count = tokens(x.held[own])
-    result = mmap_empty(tensor, _shape(tensor, x.axes, x.number, count))
-    messages, parts = _Messages(x, "with its tokens"), []
-    for to, runs in enumerate(x.held):
-        for part in _in_turn(tensor, x.heads[own], head) if to != own else ():
-            for _, into in common(runs, whole):
-                messages.give(strided_slice(part, into, length), to)
-    for source, heads in enumerate(x.heads):
-        parts.append(mmap_empty(tensor, _shape(tensor, x.axes, len(heads), count)) if adding else result)
-        places = _in_turn(parts[-1], heads, head) if adding else _of_heads(result, heads, head)
-        for n, place in enumerate(places):
-            for at, into in common(x.held[own], whole):
-                if source != own:
-                    messages.take(strided_slice(place, at, length), source)
-                else:
-                    strided_slice(place, at, length).copy_(
-                        strided_slice(_in_turn(tensor, heads, head)[n], into, length)
-                    )
-    messages.carry()
-    return _added(parts, x, result) if adding else result
 
 
 def _added(parts: list[torch.Tensor], x: HeadExchange, like: torch.Tensor) -> torch.Tensor:

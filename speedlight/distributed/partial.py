@@ -24,7 +24,7 @@ from ..problem.build import from_stored
 from ..problem.problem import Options, Problem
 from .forms import entries_of, form_of
 from .groups import Peers
-from .placement import Placement, picked
+from .placement import Placement
 
 _CAUSAL = causal()
 _B, _I, _J = (Symbol(Node("symbol", SYMBOLS[name], value=name)) for name in "bij")
@@ -35,7 +35,7 @@ class NewTokens(NamedTuple):
 
     k: Any
     v: Any
-    rows: list[list[range]]  # of every sequence, which of k and v this rank keeps
+    rows: list[np.ndarray] | None  # of every sequence, which of k and v this rank keeps; None: all
     after: list[Placement]
 
 
@@ -60,19 +60,16 @@ class Asked(NamedTuple):
 
 def put(local: KVCache, layer: int, new: NewTokens) -> None:
     """Appends those of the new tokens that are this rank's."""
-    counts = [sum(map(len, rows)) for rows in new.rows]
-    most = max(counts)
-    if not most:
+    if new.rows is None:
+        local.append(layer, new.k, new.v)
         return
-    if all([rows == new.rows[0] for rows in new.rows]):
-        local.append(layer, picked(new.k, new.rows[0]), picked(new.v, new.rows[0]))
+    counts = list(map(len, new.rows))
+    if not any(counts):
         return
-    both = []
-    for x in (new.k, new.v):
-        own = x[:, :, :most] + 0  # a copy, as long as any needs
+    both = [x[:, :, : max(counts)] + 0 for x in (new.k, new.v)]  # copies, as long as any sequence needs
+    for own, x in zip(both, (new.k, new.v), strict=True):
         for item, rows in enumerate(new.rows):
-            own[item, :, : counts[item]] = picked(x[item : item + 1], rows)[0]
-        both.append(own)
+            own[item, :, : len(rows)] = x[item][:, rows]
     local.append(layer, *both, new_lengths=counts)
 
 
@@ -121,13 +118,6 @@ def _moved(x: Expression | None, asked: Asked, rank: int) -> Expression | None:
             row[: len(at)] = at
         i, j = _I + Table(shifts, "positions")[_B], Table(table, "positions")[_B, _J]
     return replaced(x, {"i": node_of(i), "j": node_of(j)})
-
-
-def carried(peers: Peers, local: KVCache) -> dict[str, str]:
-    """Returns where a rank's tokens lie, if its partial results can be sent."""
-    device = torch.device(local.device)
-    peers.check_carries("results", device)
-    return {"device": device.type}
 
 
 def merged(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +32,6 @@ class Placement(NamedTuple):
         """Returns the positions of a rank's tokens, in the order in which it keeps them."""
         own = [np.arange(x.at.start, x.at.stop, x.at.step) for x in self.runs if x.rank == rank]
         return np.concatenate(own) if own else np.empty(0, np.int64)
-
-
-def empty(ranks: int) -> Placement:
-    return Placement((), (0,) * ranks)
 
 
 def placed(runs: Iterable[Run], ranks: int) -> Placement:
@@ -101,21 +97,11 @@ def kept(old: Placement, start: int, path: Sequence[int]) -> tuple[Placement, di
     return placed(runs, ranks), own_slots
 
 
-def new_rows(old: Placement, new: Placement, rank: int) -> list[range]:
+def new_rows(old: Placement, new: Placement, rank: int) -> np.ndarray:
     """Returns a rank's tokens among those that grown() placed, counted from the first of them."""
     n, first = old.length, max(len(old.runs) - 1, 0)
-    rows = [range(max(x.at.start - n, 0), x.at.stop - n) for x in new.runs[first:] if x.rank == rank]
-    return [x for x in rows if x]
-
-
-def picked(x: Any, rows: list[range]) -> Any:
-    """These tokens of x: a view, if they are side by side."""
-    match rows:
-        case []:
-            return x[:, :, :0]
-        case [one]:
-            return x[:, :, one.start : one.stop]
-    return x[:, :, np.concatenate([np.arange(one.start, one.stop) for one in rows])]
+    rows = [np.arange(max(x.at.start - n, 0), x.at.stop - n) for x in new.runs[first:] if x.rank == rank]
+    return np.concatenate(rows) if rows else np.empty(0, np.int64)
 
 
 def as_words(layers: Sequence[Sequence[Placement]]) -> str:

@@ -84,8 +84,7 @@ def unshard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguo
     held = positions(sum(lengths), peers.ranks, shard)
     check_lengths("tensor", lengths, held, shard)
     peers.open(tensor.device)
-    (whole,) = resharded((tensor, dim), peers=peers, held=held, wanted=((range(sum(lengths)),),) * peers.ranks)
-    return whole
+    return exchange((resharding(peers, held, ((range(sum(lengths)),),) * peers.ranks, dim),), tensor)[0]
 
 
 def check_lengths(name: str, lengths: list[int], held: tuple[Runs, ...], shard: str) -> None:
@@ -116,36 +115,6 @@ def strided_slice(tensor: torch.Tensor, run: range, dim: int) -> torch.Tensor:
     return tensor[tuple(at)]
 
 
-def resharded(
-    *given: tuple[torch.Tensor, int], peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Tensors along a dimension of each, from one sharding to another; a position may be wanted by several processes,
-    whose gradients add up.
-    """
-
-    def way(dim: int) -> Exchange:
-        back = functools.partial(redistribute, peers=peers, held=wanted, wanted=held, dim=dim, adding=True)
-        return Exchange(functools.partial(redistribute, peers=peers, held=held, wanted=wanted, dim=dim), back)
-
-    return exchange(tuple([way(dim) for _, dim in given]), *[x for x, _ in given])
-
-
-class Everywhere(NamedTuple):
-    """Keys, or values, that every process gets all of."""
-
-    peers: Peers
-    held: tuple[Runs, ...]
-    every: Runs  # as they then lie
-    dim: int
-
-    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        return redistribute(tensor, self.peers, self.held, (self.every,) * self.peers.ranks, self.dim)
-
-    def returned(self, flow: torch.Tensor) -> torch.Tensor:
-        """Returns the gradients of own ones, summed over all processes."""
-        return redistribute(flow, self.peers, (self.every,) * self.peers.ranks, self.held, self.dim, adding=True)
-
-
 class Exchange(NamedTuple):
     """The exchange of a tensor with other processes, and of its gradient back."""
 
@@ -153,9 +122,15 @@ class Exchange(NamedTuple):
     back: Callable[[torch.Tensor], torch.Tensor]
 
 
-def exchange(ways: tuple[Exchange, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Autograd follows; what flows into any of them goes back with what flows into the others, or zeros: a process
-    that uses some of them sends what those expect that use others.
+def resharding(peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...], dim: int) -> Exchange:
+    """The way from one sharding to another; a position may be wanted by several processes, whose gradients add up."""
+    back = functools.partial(redistribute, peers=peers, held=wanted, wanted=held, dim=dim, adding=True)
+    return Exchange(functools.partial(redistribute, peers=peers, held=held, wanted=wanted, dim=dim), back)
+
+
+def exchange(ways: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sends each tensor there() by its way, and its gradient back(). What flows into any of them goes back with what
+    flows into the others, or zeros: a process that uses some of them sends what those expect that use others.
     """
     return _Exchanged.apply(ways, *tensors)
 

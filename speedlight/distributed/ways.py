@@ -22,9 +22,9 @@ from ..problem.problem import LAYOUTS
 from ..problem.shardings import Runs, positions, tokens, whole_of
 from .differentiable import Context, Core, attended
 from .groups import MeshGroups, SingleRank
-from .heads import HeadExchange, axes_of, gathered, scattered
+from .heads import HeadExchange, axes_of
 from .plans import Sharded
-from .tensors import Everywhere, resharded
+from .tensors import exchange, resharding
 
 Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]
 METHODS = ("ring", "ulysses", "gather", "auto")
@@ -127,7 +127,7 @@ class Execution(NamedTuple):
         striped = True in [run.step > 1 for runs in held for run in runs]
         every: Runs = tuple([run for runs in held for run in runs]) if striped else whole_of(held)
         sharded = Sharded(self.sharded.whole, (self.sharded.q[peers.rank],), (every,))
-        return self._core(SingleRank(), sharded, q, k, v, Everywhere(peers, held, every, dim))
+        return self._core(SingleRank(), sharded, q, k, v, resharding(peers, held, (every,) * peers.ranks, dim))
 
     def _over_heads(
         self, ring: Any, heads: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -141,19 +141,20 @@ class Execution(NamedTuple):
         of_k = HeadExchange(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
         own = whole._replace(problem=problem_of(whole.problem, split, heads.rank))
         joint = Sharded(own, *(tuple([whole_of(x) for x in each]) for each in (rows, keys)))
-        out, lse = self._core(ring, joint, gathered(q, of_q), k, v, of_k, (split.q[heads.rank] or (0,))[0])
-        out, lse = scattered((out, of_q), (self._followed(lse), of_q._replace(axes=of_lse)))
+        (q,) = exchange((of_q,), q)
+        out, lse = self._core(ring, joint, q, k, v, of_k, (split.q[heads.rank] or (0,))[0])
+        out, lse = exchange((of_q.reversed, of_q._replace(axes=of_lse).reversed), out, self._followed(lse))
         return out, lse
 
     def _redistributed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As zigzag shards, and back."""
         peers, dim, sharded = self.peers.ring, LAYOUTS[self.layout][-2], self.sharded
         new = [positions(sum(map(tokens, x)), peers.ranks, "zigzag") for x in (sharded.q, sharded.k)]
-        (q,) = resharded((q, dim), peers=peers, held=sharded.q, wanted=new[0])
-        k, v = (resharded((x, dim), peers=peers, held=sharded.k, wanted=new[1])[0] for x in (k, v))
+        (q,) = exchange((resharding(peers, sharded.q, new[0], dim),), q)
+        k, v = (exchange((resharding(peers, sharded.k, new[1], dim),), x)[0] for x in (k, v))
         out, lse = self._replace(shard="zigzag", sharded=Sharded(sharded.whole, *new)).attended(q, k, v)
-        given = (out, dim), (self._followed(lse), lse.ndim - 1)
-        out, lse = resharded(*given, peers=peers, held=new[0], wanted=sharded.q)
+        back = tuple([resharding(peers, new[0], sharded.q, axis) for axis in (dim, lse.ndim - 1)])
+        out, lse = exchange(back, out, self._followed(lse))
         return out, lse
 
     def _followed(self, lse: torch.Tensor) -> torch.Tensor:

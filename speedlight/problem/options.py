@@ -64,19 +64,24 @@ DtypeName = Literal["float32", "float64", "float16", "bfloat16", "int8", "float8
 Dtype = DtypeName | Literal["fp8", "fp8_e4m3", "float8_e4m3"] | np.dtype[Any] | type[Any] | TorchDtype
 
 
-class StepOptions(TypedDict, total=False):
-    """Options of every call of attention: `name: Annotated["type", default, "documentation"]`."""
+class ScoreOptions(TypedDict, total=False):
+    """Options of every call, over ranks, too: `name: Annotated["type", default, "documentation"]`."""
 
     mask: Annotated["Mask | None", None, "keys that a query sees: a function (b, h, i, j) -> bool, a pattern, …"]
     score: Annotated["Scores | None", None, "what becomes of a score: a function (s, b, h, i, j) -> s, a pattern, …"]
     sink_logits: Annotated["Sinks | None", None, "a score per query head that joins the softmax's denominator alone."]
     scale: Annotated["float | None", None, "factor of the scores. Default 1/sqrt(head_dim)."]
+
+
+class StepOptions(ScoreOptions, total=False):
+    """Options of every call of attention on one machine."""
+
     dropout: Annotated["float", 0.0, "probability that a weight becomes 0 after the softmax."]
     seed: Annotated["Int | None", None, "key of dropout's random numbers, an int of 64 bits."]
 
 
-class PagedOptions(StepOptions, total=False):
-    """Options of attention_paged()."""
+class QueryOptions(TypedDict, total=False):
+    """Options of where queries are."""
 
     causal: Annotated["Causal", False, "hides keys after the query, aligned at the end, or at the start (top-left)."]
     window: Annotated["Window | None", None, "(left, right): hides keys before i - left and after i + right."]
@@ -86,7 +91,24 @@ class PagedOptions(StepOptions, total=False):
     q_lengths: Annotated["Ints | None", None, "for a padded batch, queries of each item."]
 
 
-class AttentionOptions(PagedOptions, total=False):
+class KeyOptions(TypedDict, total=False):
+    """Options of where keys are, and of lengths of both."""
+
+    k_start: Annotated["Int", 0, "absolute position of the first key, a multiple of 1024."]
+    cu_seqlens_k: Annotated["Ints | None", None, "for layout lhd, offsets of the sequences in k and v."]
+    k_lengths: Annotated["Ints | None", None, "for a padded batch, keys of each item."]
+    lengths: Annotated["Ints | None", None, "for a padded batch, tokens of each item, queries and keys alike."]
+
+
+class PagedOptions(StepOptions, QueryOptions, total=False):
+    """Options of attention_paged()."""
+
+
+class ShardOptions(ScoreOptions, QueryOptions, KeyOptions, total=False):
+    """Options of attention over shards, which drops nothing."""
+
+
+class AttentionOptions(PagedOptions, KeyOptions, total=False):
     """Options of attention(), attention_backward() and plan(), for code that passes them on.
 
     >>> import numpy as np, speedlight as sl
@@ -95,11 +117,6 @@ class AttentionOptions(PagedOptions, total=False):
     >>> sl.attention(q, q, q, **options).shape, sl.plan(q, q, q, **options).visible_pairs
     ((1, 2, 3, 4), 12)
     """
-
-    k_start: Annotated["Int", 0, "absolute position of the first key, a multiple of 1024."]
-    cu_seqlens_k: Annotated["Ints | None", None, "for layout lhd, offsets of the sequences in k and v."]
-    k_lengths: Annotated["Ints | None", None, "for a padded batch, keys of each item."]
-    lengths: Annotated["Ints | None", None, "for a padded batch, tokens of each item, queries and keys alike."]
 
 
 class AllOptions(AttentionOptions, total=False):

@@ -149,15 +149,21 @@ def ring(case: Case, *, exact: bool = False) -> Estimate:
     seconds = np.maximum(work, link.seconds(waited, steps) + last_step)
     seconds = seconds + link.latency * (home > 0) * (back > 0)
     passes = np.isin(rank[:, 0], before[(relayed & (away > 0)).any(axis=1)])  # a third piece is on its way through
-    pieces, largest = (away > 0).sum(axis=1), away.max(axis=1, initial=0)
-    memory = np.minimum(pieces, 2 + passes) * largest * case.token_bytes
+    coming = away if exact else np.take_along_axis(away, np.argsort((rank - owners) % n, kind="stable"), axis=1)
+    memory = np.array([_held_at_once(x, 2 + y) for x, y in zip(coming, passes, strict=True)]) * case.token_bytes
     if case.backward:
-        of_owners = np.zeros(n)
+        of_others, of_owners = np.array([_held_at_once(x, 2) for x in coming]), np.zeros(n)
         np.maximum.at(of_owners, owners, away.max(axis=0))
-        memory = memory + _gradients(case, np.minimum(pieces, 2) * largest + of_owners)
+        memory = memory + _gradients(case, of_others + of_owners)
     else:
         memory = memory + _states(case)
     return case.estimate("exact" if exact else "ring", seconds, work, sent, case.in_turns(memory))
+
+
+def _held_at_once(coming: np.ndarray, most: int) -> int:
+    """Keys of so many pieces that come to a rank one after another, where those are most; coming: keys of each."""
+    ends = np.cumsum(np.append(np.zeros(most, np.int64), coming[coming > 0]))
+    return int((ends[most:] - ends[:-most]).max(initial=0))
 
 
 def _states(case: Case) -> np.ndarray:

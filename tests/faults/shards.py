@@ -36,7 +36,14 @@ MUTATIONS = (
         "problem/key_parts.py",
         "return int(j[at[0]]), last + 1\n",
         "return int(j[at[0]]), last\n",
-        "tests/conformance/shards/test_distributed.py -k not_needed",
+        "tests/conformance/shards/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "stripes count keys one position too late",
+        "problem/key_parts.py",
+        '"j": (n, first_key)',
+        '"j": (n, first_key + 1)',
+        "tests/conformance/shards/test_distributed.py -k two_processes",
     ),
     Mutation(
         "what flows to keys is that of the last rows alone",
@@ -64,7 +71,7 @@ MUTATIONS = (
         "distributed/plans.py",
         "        chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))\n",
         "        chunk = max(TILE, _up(-(-length // (2 * ranks)), TILE))\n",
-        "tests/conformance/shards/test_distributed.py -k schedules_fit",
+        "tests/conformance/shards/test_distributed.py -k two_processes",
     ),
     Mutation(
         "what flows to log-sum-exps does not flow on to sinks",

@@ -145,7 +145,7 @@ def short(world: int) -> Iterator[str]:
         case(4, 2, 61, causal | {"sink_logits": [0.5, -1.0, 2.0, 0.0]}),
         case(4, 2, 61, causal, shard="zigzag", method="auto"),
         case(4, 2, 3, causal, shard="zigzag"),
-        case(4, 2, 61, causal, shard="stripe"),
+        case(4, 2, 61, window, shard="stripe"),
         case(4, 2, 2300, causal, shard="zigzag", exact=True, gradients=False),
         case(4, 2, 1500, causal, shard="stripe", exact=True, gradients=False),
         case(4, 2, 1500, causal, torch.float16, exact=True, gradients=False, in_turns=True, batch=2),

@@ -45,7 +45,7 @@ def test_ranks(said, ranks, name):
 
 
 def drawn_placement(draw: random.Random, ranks: int) -> placement.Placement:
-    p = placement.empty(ranks)
+    p = placement.placed([], ranks)
     for _ in range(draw.randrange(6)):
         n = draw.choice((0, 1, 5, 33, 200))
         shard = draw.choice(("contiguous", "zigzag", "stripe"))
@@ -74,7 +74,7 @@ def test_placements(ranks):
         check(at_once, p.length + n)
         assert at_once == one_by_one
         for rank in range(ranks):
-            rows = [i + p.length for x in placement.new_rows(p, at_once, rank) for i in x]
+            rows = [i + p.length for i in placement.new_rows(p, at_once, rank)]
             assert rows == [i for i in at_once.positions(rank) if i >= p.length]
         if p.length:
             shorter = placement.shortened(p, draw.randrange(p.length))
@@ -102,7 +102,7 @@ def test_kept_tokens_stay_on_their_ranks():
 @pytest.mark.parametrize("shard", ["contiguous", "zigzag", "stripe"])
 def test_kept_tokens_join_no_run_before_them(shard):
     """Those before `start` are where they were, also where the first that is kept is on the rank of the last run."""
-    p = placement.sharded(placement.empty(2), positions(12, 2, shard))
+    p = placement.sharded(placement.placed([], 2), positions(12, 2, shard))
     for start in range(12):
         for index in range(12 - start):
             after, _ = placement.kept(p, start, [index])
@@ -112,19 +112,19 @@ def test_kept_tokens_join_no_run_before_them(shard):
 
 
 def test_new_tokens_go_where_the_fewest_are():
-    p = placement.sharded(placement.empty(3), ((range(40),), (), (range(40, 50),)))
+    p = placement.sharded(placement.placed([], 3), ((range(40),), (), (range(40, 50),)))
     p = placement.grown(p, 100, 16)
     assert max(p.counts) - min(p.counts) <= 16
     # a run that began before the piece which tokens come into, as shards do, is not gone on with
     for own in (((range(40),), ()), ((range(20), range(36, 40)), (range(20, 36),)), ((), (range(40),))):
-        p = placement.sharded(placement.empty(2), own)
+        p = placement.sharded(placement.placed([], 2), own)
         counts = [len(x) for x in map(p.positions, range(2))]
         begun = own == ((range(20), range(36, 40)), (range(20, 36),))  # inside of the piece
         to = 0 if begun else counts.index(min(counts))
         assert placement.grown(p, 8, 16).counts[to] == counts[to] + 8
     for ranks in (2, 3, 5):
         for capacity in (1, 16, 100, 1000):
-            p = placement.grown(placement.empty(ranks), capacity, 16)
+            p = placement.grown(placement.placed([], ranks), capacity, 16)
             assert max(p.counts) <= placement.room(capacity, ranks, 16) <= capacity
 
 
