@@ -62,10 +62,18 @@ def pages(size: int, *, large: bool = False) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, max(size, 1))
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+    if large:
+        ask_for_large_pages(memory)
+    return memory
+
+
+def ask_for_large_pages(memory: Any) -> None:
+    """Has what is touched from now on lie in pages of MiB: of a mapping, or of an array in one."""
+    while isinstance(memory, (np.ndarray, memoryview)):
+        memory = memory.base if isinstance(memory, np.ndarray) else memory.obj
+    if isinstance(memory, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages: small ones do
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def overlap(a: Array, b: Array) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays.array import describe
 from ...arrays.dtypes import numpy_dtype
-from ...arrays.memory import Array
+from ...arrays.memory import Array, ask_for_large_pages
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
@@ -24,7 +24,7 @@ from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
 from ...problem.results import Results
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import Ring
-from ..memory.blocks import make_stores
+from ..memory.blocks import LARGE_PAGE, make_stores
 from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.workers import get_threads
@@ -119,10 +119,17 @@ class CacheStorage:
         self.keys, self.values = make_stores(shape, blocks, together=False)
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
-        self.pages = self._pages()
+        self.pages, self.is_large = self._pages(), False
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
         self.steps = Steps("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
+
+    def _expect(self, tokens: int) -> None:
+        """Asks for large pages once a sequence fills about half of one in each head; before, it is short."""
+        if tokens * max(self.keys[0].row, self.values[0].row) > LARGE_PAGE // 2 and not self.is_large:
+            self.is_large = True
+            for store in (*self.keys, *self.values):
+                ask_for_large_pages(store.memory)
 
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
@@ -148,6 +155,7 @@ class CacheStorage:
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
+        self._expect(max(lengths) + most)
         # a ring comes round, and no two threads may write to one block: tokens of a pair are stored together
         step = self.ring.size - BLOCK if self.ring.size else most
         for done in range(0, most, max(step, 1)):
@@ -234,6 +242,7 @@ class CacheStorage:
         if len(q.shape) != 4 or 0 in q.shape or not min(lengths):
             return None
         most = spans_of(max(lengths))
+        self._expect(max(lengths))
 
         def make() -> Prepared:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1

@@ -127,13 +127,17 @@ class Coded(Store):
         return parts[0].astype(np.float32) * parts[1]
 
 
+LARGE_PAGE = 2 << 20  # bytes
+
+
 def reserved(shape: tuple[int, ...]) -> np.ndarray:
     """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
-    no memory.
+    no memory. Pages are large unless a head, (…, blocks, bytes), has one or more to itself: most of it would be zeroed for
+    nothing where a sequence is short of the capacity.
     """
     count = math.prod(shape)
     try:
-        memory = pages(count, large=True)
+        memory = pages(count, large=math.prod(shape[-2:]) < LARGE_PAGE // 2)
     except (OSError, OverflowError, ValueError) as error:
         pass_on(error, Exception)
         raise ReservationError(
