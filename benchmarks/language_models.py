@@ -14,19 +14,22 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are in a package, or random; nothing is fetched
 
 import torch
-from models import Clock, Contender, Problem
+from contenders import Clock, Contender, Problem
 
 import speedlight.transformers
 
 # Untyped: to look at its models takes a type checker longer than all of this package does
 transformers: Any = importlib.import_module("transformers")
 
+KINDS = ("minilm", "prefill", "generate")
 _STEPS = 16  # tokens of a measured generation
 _SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def problems(kind: str) -> Iterator[Problem]:
     """Makes problems of a kind, or of all, one after another."""
+    if kind not in ("", *KINDS):
+        return
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     speedlight.transformers.register()

@@ -122,12 +122,13 @@ def _file_name(words: str) -> str:
 
 
 def _run_models(given: argparse.Namespace, turns: int) -> int:
+    import contenders
     import models
 
     _check_kind(given.only, models.KINDS)
-    print(models.LEGEND, flush=True)
-    rows = (models.measured(problem, turns) for problem in models.problems(given.only))
-    return write_report(about(), rows, models.line, given.output)
+    print(contenders.LEGEND, flush=True)
+    rows = (contenders.measured(problem, turns) for problem in models.problems(given.only))
+    return write_report(about(), rows, contenders.line, given.output)
 
 
 def _run_ranks(given: argparse.Namespace, turns: int) -> int:

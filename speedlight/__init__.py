@@ -20,7 +20,7 @@ In order of use; help(speedlight.attention) has every option:
     alibi, softcap, relative_bias                               scores; several in a list
     table                an array for functions to look up
     where, cast, minimum, maximum, abs, floor, sqrt, exp, exp2, log, log2       in functions
-    tanh, sigmoid, erf, sin, cos, tan                           in functions
+    tanh, sigmoid, erf, sin, cos, tan, log1p, expm1             in functions
     expression           traces a function once, and shows what it is
     Symbol, MaskFunction, ScoreFunction, Expression, Table, AttentionOptions                  types
 
@@ -79,8 +79,10 @@ if TYPE_CHECKING:
         erf,
         exp,
         exp2,
+        expm1,
         floor,
         log,
+        log1p,
         log2,
         maximum,
         minimum,
@@ -126,7 +128,9 @@ _NAMES = {
     "expressions.tracing": "Expression MaskFunction ScoreFunction expression",
     "expressions.symbols": "Symbol cast where",
     "expressions.tables": "Table table",
-    "expressions.functions": "abs cos erf exp exp2 floor log log2 maximum minimum sigmoid sin sqrt tan tanh",
+    "expressions.functions": (
+        "abs cos erf exp exp2 expm1 floor log log1p log2 maximum minimum sigmoid sin sqrt tan tanh"
+    ),
     "expressions.patterns": "alibi causal dilated documents padding prefix relative_bias softcap window",
 }  # of each module
 
@@ -168,10 +172,12 @@ __all__ = [
     "erf",
     "exp",
     "exp2",
+    "expm1",
     "expression",
     "floor",
     "get_threads",
     "log",
+    "log1p",
     "log2",
     "maximum",
     "merge",

@@ -66,6 +66,10 @@ class Host(Engine, Protocol):
         """Prepares a backward call."""
         ...
 
+    def planner(self, *, backward: bool) -> Any:
+        """Returns the module that plans calls, or backward calls."""
+        ...
+
 
 def of(device: str) -> Engine:
     """Returns the engine of a device, "cpu" or another."""

@@ -60,7 +60,7 @@ def _described(x: Any, name: str) -> Array:
 
 
 def _check_not_traced(x: Any, name: str) -> None:
-    """JAX's tracers have no numbers for anybody but JAX."""
+    """Raises if JAX traces an argument: its tracers have no numbers for anybody but JAX."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.core.Tracer):
         raise UnsupportedError(

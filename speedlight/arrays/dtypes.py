@@ -9,10 +9,7 @@ from ..host.forks import importing
 
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
-
-
 STORAGE_BYTES = dict(DTYPES.values())
-
 
 # of caches that keep codes, with a scale for each token and head: the largest code
 CODES = {"int8": 127, "float8_e4m3fn": 448}

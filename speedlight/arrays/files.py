@@ -6,7 +6,6 @@ import contextlib
 import os
 import uuid
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,10 +15,8 @@ from ..errors import Error, FileError, UnsupportedError, pass_on
 from ..host.forks import importing
 from .dtypes import numpy_dtype
 
-_UNPACKED, _RATIO = (
-    64 << 20,
-    32,
-)  # bytes that a compressed file may hold whatever its size; and beyond them for each of its own
+_UNPACKED = 64 << 20  # bytes that a compressed file may hold whatever its size
+_RATIO = 32  # … and beyond them for each of its own
 _SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32",
                 "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # fmt: skip
 
@@ -39,15 +36,20 @@ def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
                         found[path.stem] = _read_npy(f, path.stat().st_size, path.name)
                 case _:
                     raise FileError(f"{path}: expected a .safetensors, .npz or .npy file.")
-        except Error:
-            raise
-        except OSError as error:
-            pass_on(error, OSError)
-            raise FileError(f"{path}: {error.strerror or error}.") from error
         except Exception as error:  # whatever a damaged file makes a parser say
-            pass_on(error, Exception)
-            raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+            raise _file_error(path, error) from error
     return found
+
+
+def _file_error(path: Path, error: Exception) -> FileError:
+    """Returns what an error says of a file; raises ours again, and what says nothing of it."""
+    if isinstance(error, Error):
+        raise error
+    if isinstance(error, OSError):
+        pass_on(error, OSError)
+        return FileError(f"{path}: {error.strerror or error}.")
+    pass_on(error, Exception)
+    return FileError(f"{path}: damaged, or not what its name says ({error}).")
 
 
 def _safetensors() -> Any:
@@ -122,12 +124,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     try:
         with package.safe_open(path, "np") as f:
             return f.metadata() or {}
-    except OSError as error:
-        pass_on(error, OSError)
-        raise FileError(f"{path}: {error.strerror or error}.") from error
     except Exception as error:
-        pass_on(error, Exception)
-        raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+        raise _file_error(path, error) from error
 
 
 def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
@@ -136,32 +134,24 @@ def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, s
     """
     if path.suffix not in (".safetensors", ".npz", ".npy"):
         raise FileError(f"{path}: expected an output name that ends in .safetensors, .npz or .npy.")
-    write = _writer(path.suffix, metadata)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:12]}")  # known before there is such a file
     try:
         with temporary.open("xb") as f:
-            write(f, {name: np.ascontiguousarray(x) for name, x in found.items()})
+            _write(f, path.suffix, {name: np.ascontiguousarray(x) for name, x in found.items()}, metadata)
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        pass_on(error, OSError)
-        raise FileError(f"{path}: {error.strerror or error}.") from error
+        raise _file_error(path, error) from error
 
 
-def _writer(suffix: str, metadata: dict[str, str] | None) -> Callable[[BinaryIO, dict[str, np.ndarray]], None]:
-    package = _safetensors() if suffix == ".safetensors" else None
-
-    def safetensors_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
-        assert package is not None
-        f.write(package.numpy.save(found, metadata))
-
-    def npz_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
-        np.savez(f, **found)  # type: ignore[arg-type]
-
-    def npy_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
-        np.save(f, found["out"])
-
-    return {".safetensors": safetensors_file, ".npz": npz_file, ".npy": npy_file}[suffix]
+def _write(f: BinaryIO, suffix: str, found: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
+    match suffix:
+        case ".safetensors":
+            f.write(_safetensors().numpy.save(found, metadata))
+        case ".npz":
+            np.savez(f, **found)  # type: ignore[arg-type]
+        case _:
+            np.save(f, found["out"])

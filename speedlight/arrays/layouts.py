@@ -16,7 +16,7 @@ _ONE_HEAD = {"bhld": "[:, None]", "blhd": "[:, :, None]"}  # makes (batch, lengt
 
 
 def batch_of(shape: tuple[int, ...], layout: str) -> int:
-    """Batch items of an array: one where a layout has no batch."""
+    """Returns the batch items of an array: one where a layout has no batch."""
     return shape[0] if len(layout) == 4 else 1
 
 
@@ -40,7 +40,7 @@ def check_dimensions(name: str, shape: tuple[int, ...], layout: str) -> None:
 
 
 def check_batch(k: Array, v: Array, batch: int) -> None:
-    """Keys and values of every item, or of one, which all items then read where it lies."""
+    """Raises unless keys and values are of every item, or of one, which all items then read where it lies."""
     if k.shape[0] not in (batch, 1):
         n, one, way = k.shape[0], ", or 1, which all of its items share", ""
         if batch == 1:
@@ -57,7 +57,7 @@ def are_widened(keys: str, queries: str) -> bool:
 
 
 def check_together(k: Array, v: Array, q: Array) -> str | None:
-    """Keys and values of q's kind and device, and of its dtype, or of one that is widened, which is returned."""
+    """Raises unless keys and values are of q's kind, device and dtype; returns another dtype, which is widened."""
     for x, of in ((k, q), (v, q if k.dtype == q.dtype else k)):
         if x.dtype != of.dtype and not (x is k and are_widened(k.dtype, q.dtype)):
             raise ArgumentTypeError(

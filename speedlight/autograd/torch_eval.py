@@ -99,4 +99,5 @@ _VALUES: dict[str, Callable[..., Any]] = {
     "max": _greatest, "where": torch.where, "floor": torch.floor, "exp": torch.exp, "exp2": torch.exp2,
     "log": torch.log, "log2": torch.log2, "tanh": torch.tanh, "sqrt": torch.sqrt, "sigmoid": torch.sigmoid,
     "sin": _of_angle(torch.sin), "cos": _of_angle(torch.cos), "tan": _of_angle(torch.tan), "erf": torch.erf,
+    "log1p": torch.log1p, "expm1": torch.expm1,
 }  # fmt: skip

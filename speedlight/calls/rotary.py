@@ -77,8 +77,11 @@ def rotary(
         rotation = rotation_of(x, options)
         if key is not None:
             _rotations.put(key, rotation, rotation.cos.nbytes + rotation.sin.nbytes)
-    elif out is None and not interleaved and rotation.dims == x.shape[-1] and x.dtype in _COMPUTED:
-        return _turned_halves(x, rotation.cos, rotation.sin, rotation.dims // 2)
+    elif out is None and not interleaved:
+        few: Any = x
+        if rotation.dims == few.shape[-1] and few.dtype in _COMPUTED:
+            turned_few: Any = _turned_halves(few, rotation.cos, rotation.sin, rotation.dims // 2)
+            return turned_few
     if out is not None:
         check_out(out, x)
     return _rotated(x, rotation, out)

@@ -78,7 +78,7 @@ def hint_of(function: Any, name: str) -> str | None:
 
 
 def options_in(hint: str) -> set[str]:
-    """Which of a call's options a hint tells to use."""
+    """Returns which of a call's options a hint tells to use."""
     return set(re.findall(r"\b(\w+)=", re.sub(r"\w\(.*?\)", "", hint)))
 
 
@@ -165,7 +165,7 @@ _USUAL_HEADS = frozenset((4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 1
 
 
 def warn_if_swapped(layout: str, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
-    """Heads and length in each other's place give numbers, and wrong ones. Told where a call is prepared: few tokens
+    """Warns of heads and length in each other's place, where a call is prepared: they give wrong numbers. Few tokens
     of many heads are common (a step of decoding, a short prompt), more heads of keys than models have are not.
     """
     if layout not in ("bhld", "blhd") or not len(q_shape) == len(k_shape) == 4:

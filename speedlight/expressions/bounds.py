@@ -237,7 +237,7 @@ class Integers:
 
     @property
     def narrow(self) -> bool:
-        """Every one fits 32 bits."""
+        """Returns whether every one fits 32 bits."""
         return self.most is not None and self.most < 1 << 31
 
 
@@ -405,14 +405,14 @@ class Walk:
         return interval[0] & in_range, interval[1] | ops.invert(in_range)
 
     def _computed(self, node: Node, args: list[Any]) -> tuple[Any, Any] | None:
-        """By the operation's rule. Of "and" and "or" one known side may tell."""
+        """Returns the interval by the operation's rule. Of "and" and "or" one known side may tell."""
         rule = OPERATIONS[node.op].interval
         if rule is None or (None in args and node.op not in ("and", "or")):
             return None
         return rule(self.ops, node, *args)
 
     def _looked_up(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any] | None:
-        """Entries of a table. Where an index may be out of range they may be anything, so that keys are looked at."""
+        """Returns the ends of a table's entries, which may be anything where an index may be out of range."""
         ops = self.ops
         entries = ops.table(node, index)
         if entries is None:
@@ -444,5 +444,5 @@ class Walk:
 
 
 def _compares_floats(node: Node) -> bool:
-    """An entry of a table of floats with a number, which a look into the table may tell."""
+    """Returns whether a node compares a float table's entry with a number, which a look into the table may tell."""
     return node.op == "eq" and node.args[0].op == "table" and node.args[0].is_float and node.args[1].op == "number"

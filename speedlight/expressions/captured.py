@@ -10,6 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import numbers
+import pickle
+import random
+import sys
 import types
 from typing import Any
 
@@ -17,7 +20,6 @@ import numpy as np
 
 from ..errors import ExpressionError
 from .autograd import Traceable, is_autograd_function
-from .randomness import draws, states
 from .symbols import LOOKUP, Symbol
 from .tables import Table, as_index
 
@@ -71,9 +73,9 @@ def called(function: Any, tables: Tables, symbols: list[Symbol]) -> Any:
     """The function of symbols, or a copy of it in which captured arrays and lists are looked up by them."""
     copying = _Copying(tables)
     copy = copying.of(function)
-    before = states() if copying.may_draw else None
+    before = _generator_states() if copying.may_draw else None
     result = copy(*symbols)
-    if before is not None and before != states():
+    if before is not None and before != _generator_states():
         raise ExpressionError(RANDOM)
     return result
 
@@ -148,7 +150,7 @@ class _Copying:
         return new if [1 for a, b in zip(values, new, strict=True) if a is not b] else None
 
     def _function(self, f: types.FunctionType) -> Any:
-        self.may_draw = self.may_draw or draws(f)
+        self.may_draw = self.may_draw or _may_draw(f)
         cells = f.__closure__ or ()
         known = [(cell, name) for cell, name in zip(cells, f.__code__.co_freevars, strict=True) if cell != _EMPTY]
         closed = self._all([cell.cell_contents for cell, _ in known], [name for _, name in known])
@@ -169,6 +171,7 @@ class _Copying:
 
 
 _EMPTY = types.CellType()
+_DRAWING = ("normal", "uniform", "bernoulli", "choice", "shuffle", "permutation", "gauss", "dropout")  # and rand…
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -178,11 +181,28 @@ def _default_names(f: types.FunctionType) -> list[str]:
 
 
 def _globals_of(f: types.FunctionType) -> dict[str, Any]:
-    """The globals that a function names, itself or in functions that it makes."""
+    """Returns the globals that a function names."""
+    return {name: f.__globals__[name] for name in _names_of(f) if name in f.__globals__}
+
+
+def _names_of(f: types.FunctionType) -> dict[str, None]:
+    """Returns the globals and attributes that a function names, itself or in functions that it makes, in order."""
     names: list[str] = []
     codes = [f.__code__]
     while codes:
         code = codes.pop()
         names += code.co_names
         codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return {name: f.__globals__[name] for name in dict.fromkeys(names) if name in f.__globals__}
+    return dict.fromkeys(names)
+
+
+def _may_draw(f: types.FunctionType) -> bool:
+    """Returns whether a function names something that may draw random numbers: a traced one would draw once for all."""
+    return bool([x for x in _names_of(f) if x.startswith("rand") or x in _DRAWING])
+
+
+def _generator_states() -> bytes:
+    """Returns the states of the shared generators: Python's, NumPy's and PyTorch's."""
+    torch = sys.modules.get("torch")
+    of_torch = None if torch is None else torch.get_rng_state().numpy()
+    return pickle.dumps((random.getstate(), np.random.get_state(), of_torch))

@@ -49,17 +49,17 @@ def flows(score: Node, tables: Collection[Table] | None = None) -> Flows:
 
 
 def _wanted(nodes: list[Node], tables: Collection[Table] | None) -> set[int]:
-    """Ids of the floats on a way from s, or from an entry that is asked for."""
+    """Returns ids of the floats on a way from s, or from an entry that is asked for."""
     wanted: set[int] = set()
     for node in nodes:
-        begins = node.value == "s" if node.op == "symbol" else node.op == "table" and _asked(node.value, tables)
+        begins = (
+            node.value == "s"
+            if node.op == "symbol"
+            else node.op == "table" and (tables is None or node.value in tables)
+        )
         if node.is_float and (begins or (node.op in OPERATIONS and any([id(a) in wanted for a in node.args]))):
             wanted.add(id(node))
     return wanted
-
-
-def _asked(table: Table, tables: Collection[Table] | None) -> bool:
-    return tables is None or table in tables
 
 
 class _Flow(NamedTuple):

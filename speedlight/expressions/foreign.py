@@ -82,6 +82,42 @@ def _leaky_relu(apply: Apply, x: Any, negative_slope: float = 0.01) -> Any:
     return apply("where", x > 0, x, x * negative_slope)
 
 
+def _softplus(apply: Apply, x: Any, beta: float = 1, threshold: float = 20) -> Any:
+    """ln(1 + e^(beta x)) / beta, without overflow; x where beta x is above the threshold, as PyTorch has it.
+
+    max and abs in this order of operands: at 0 the slope is 1 - 1/2.
+    """
+    inner = x * float(beta)
+    soft = apply("max", inner, 0) + apply("log1p", apply("exp", -apply("abs", inner)))
+    return apply("where", inner > threshold, x, soft / float(beta))
+
+
+def _logsigmoid(apply: Apply, x: Any) -> Any:
+    """min has the operands in this order: at 0 the slope is 0 + 1/2."""
+    return apply("min", 0, x) - apply("log1p", apply("exp", -apply("abs", x)))
+
+
+def _elu(apply: Apply, x: Any, alpha: float = 1.0) -> Any:
+    return apply("where", x > 0, x, float(alpha) * apply("expm1", x))
+
+
+def _celu(apply: Apply, x: Any, alpha: float = 1.0) -> Any:
+    return apply("where", x > 0, x, float(alpha) * apply("expm1", x / float(alpha)))
+
+
+def _selu(apply: Apply, x: Any) -> Any:
+    return 1.0507009873554805 * _elu(apply, x, 1.6732632423543772)
+
+
+def _mish(apply: Apply, x: Any) -> Any:
+    return x * apply("tanh", _softplus(apply, x))
+
+
+def _hardsigmoid(apply: Apply, x: Any) -> Any:
+    """Flat at -3 and 3, too."""
+    return apply("where", x <= -3, 0, apply("where", x >= 3, 1, x / 6 + 0.5))
+
+
 def _truth(apply: Apply, x: Any) -> Any:
     return apply("cast", x, bool)
 
@@ -147,6 +183,10 @@ FUNCTIONS: dict[str, Rule] = {
     "positive": lambda apply, x: x, "log10": lambda apply, x: apply("log2", x) * math.log10(2),
     "hardtanh": lambda apply, x, min_val=-1.0, max_val=1.0: _clamp(apply, x, min_val, max_val),
     "silu": _silu, "gelu": _gelu, "leaky_relu": _leaky_relu, "relu6": lambda apply, x: _clamp(apply, x, 0, 6),
+    "log1p": "log1p", "expm1": "expm1", "softplus": _softplus, "logsigmoid": _logsigmoid, "elu": _elu, "celu": _celu,
+    "selu": _selu, "mish": _mish, "hardsigmoid": _hardsigmoid,
+    "hardswish": lambda apply, x: x * _hardsigmoid(apply, x),
+    "softsign": lambda apply, x: x / (1.0 + apply("abs", x)),
     "expit": "sigmoid", "rsqrt": lambda apply, x: 1.0 / apply("sqrt", x),
     "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
 }  # fmt: skip

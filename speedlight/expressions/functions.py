@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ExpressionError, pass_on, shown
-from .operations import OPERATIONS
-from .symbols import Symbol, applied, is_traced
+from .symbols import Symbol, applied, applied_by_numpy, is_traced
 
 
 def _function(op: str, *operands: Any) -> Any:
     """Makes a node of symbols, and NumPy's result of numbers and arrays."""
-    if is_traced(*operands):
-        return applied(op, *operands)
-    try:
-        return OPERATIONS[op].numpy(*operands)
-    except Exception as error:  # another library's array may refuse by any
-        pass_on(error)
-        got, why = ", ".join(map(shown, operands)), str(error).rstrip(".")
-        raise ExpressionError(f"{op}: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
+    return applied(op, *operands) if is_traced(*operands) else applied_by_numpy(op, *operands)
 
 
 def minimum(a: Any, b: Any) -> Any:
@@ -79,6 +70,26 @@ def log2(x: Any) -> Any:
     score log2(s)
     """
     return _function("log2", x)
+
+
+def log1p(x: Any) -> Any:
+    """Natural logarithm of 1 + x, accurate near 0, too; at most 2 ulp off (3 on GPUs).
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.maximum(s, 0.0) + sl.log1p(sl.exp(-sl.abs(s))))  # softplus
+    score (max(s, 0.0) + log1p(exp(-abs(s))))
+    """
+    return _function("log1p", x)
+
+
+def expm1(x: Any) -> Any:
+    """e to the x, less 1, accurate near 0, too; at most 2 ulp off (3 on GPUs).
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.where(s > 0.0, s, sl.expm1(s)))  # ELU
+    score where((s > 0.0), s, expm1(s))
+    """
+    return _function("expm1", x)
 
 
 def tanh(x: Any) -> Any:

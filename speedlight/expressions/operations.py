@@ -8,6 +8,7 @@ computed in: float32, or float64 for float64 arrays.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,13 +81,13 @@ def _mod(a: Any, b: Any) -> Any:
 
 
 def _shl(a: Any, n: Any) -> Any:
-    """0 where n is not in 0 … 63."""
+    """Shifts to the left; 0 where n is not in 0 … 63."""
     inside = (n >= 0) & (n < 64)
     return np.where(inside, np.left_shift(a, np.where(inside, n, 0)), 0)
 
 
 def _shr(a: Any, n: Any) -> Any:
-    """The sign, 0 or -1, where n is not in 0 … 63."""
+    """Shifts to the right; the sign, 0 or -1, where n is not in 0 … 63."""
     return np.right_shift(a, np.where((n >= 0) & (n < 64), n, 63))
 
 
@@ -95,7 +96,7 @@ def _sigmoid(x: Any) -> Any:
 
 
 def _of_angle(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """NaN beyond MOST_ANGLE, as of infinities."""
+    """Makes a function of an angle, NaN beyond MOST_ANGLE as of infinities."""
 
     def definition(x: Any) -> Any:
         x = np.asarray(x)
@@ -105,7 +106,7 @@ def _of_angle(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _erf(x: Any) -> Any:
-    """Python's, of every element: NumPy has none."""
+    """Applies Python's erf to every element: NumPy has none."""
     x = np.asarray(x)
     return np.vectorize(math.erf, otypes=[x.dtype if x.dtype.kind == "f" else np.float64])(x)
 
@@ -126,14 +127,14 @@ def _product_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
 
 
 def _floordiv_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """By one number; by others it is unknown."""
+    """Returns the interval of quotients by one number; by others it is unknown."""
     if node.args[1].op != "number":
         return None
     return _hull(ops, [ops.floordiv(end, b[0]) for end in a])
 
 
 def _mod_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """By one number: of a run of integers that has one quotient, their remainders; else all that there are."""
+    """Returns the interval of remainders by one number: exact for integers of one quotient, else all there are."""
     if node.args[1].op != "number":
         return None
     n = b[0]
@@ -176,22 +177,17 @@ def _not_interval(ops: Any, node: Any, a: Any) -> Any:
     return ops.invert(a[1]), ops.invert(a[0])
 
 
-def _and_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """Returns the interval of two conditions, either of which may be unknown (None)."""
-    if node.kind != "bool":
-        return None
-    unknown = ops.truth(False), ops.truth(True)
-    a, b = a or unknown, b or unknown
-    return a[0] & b[0], a[1] & b[1]
+def _logic(join: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Makes the interval of two conditions, either of which may be unknown (None)."""
 
+    def interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
+        if node.kind != "bool":
+            return None
+        unknown = ops.truth(False), ops.truth(True)
+        a, b = a or unknown, b or unknown
+        return join(a[0], b[0]), join(a[1], b[1])
 
-def _or_interval(ops: Any, node: Any, a: Any, b: Any) -> Any:
-    """Returns the interval of two conditions, either of which may be unknown (None)."""
-    if node.kind != "bool":
-        return None
-    unknown = ops.truth(False), ops.truth(True)
-    a, b = a or unknown, b or unknown
-    return a[0] | b[0], a[1] | b[1]
+    return interval
 
 
 def _comparison(rule: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
@@ -252,6 +248,14 @@ def _power_error(v: Any, e: Any, y: Any) -> Any:
 
 def _logarithm_error(v: Any, e: Any, y: Any) -> Any:
     return 1.5 * e[0] / np.maximum(np.abs(v[0]) - e[0], 1e-300)
+
+
+def _log1p_error(v: Any, e: Any, y: Any) -> Any:
+    return 1.5 * e[0] / np.maximum(np.abs(1 + v[0]) - e[0], 1e-300)
+
+
+def _expm1_error(v: Any, e: Any, y: Any) -> Any:
+    return (y + 1) * np.expm1(e[0])
 
 
 def _root_error(v: Any, e: Any, y: Any) -> Any:
@@ -322,8 +326,8 @@ _ROWS = (
     Operation("eq", 2, ANY, "bool", "==", 1, np.equal, _EQUAL, 0, None, _flat),
     Operation("ne", 2, ANY, "bool", "!=", 1, np.not_equal, _UNEQUAL, 0, None, _flat),
 
-    Operation("and", 2, BITS, None, "&", 1, np.bitwise_and, _and_interval, 0, None, _flat),
-    Operation("or", 2, BITS, None, "|", 1, np.bitwise_or, _or_interval, 0, None, _flat),
+    Operation("and", 2, BITS, None, "&", 1, np.bitwise_and, _logic(operator.and_), 0, None, _flat),
+    Operation("or", 2, BITS, None, "|", 1, np.bitwise_or, _logic(operator.or_), 0, None, _flat),
     Operation("xor", 2, BITS, None, "^", 1, np.bitwise_xor, None, 0, None, _flat),
     Operation("shl", 2, INT, None, "<<", 1, _shl, None, 0, None, _flat),
     Operation("shr", 2, INT, None, ">>", 1, _shr, None, 0, None, _flat),
@@ -349,5 +353,7 @@ _ROWS = (
     Operation("tan", 1, FLOATS, None, None, 16, _of_angle(np.tan), None, 6, _tangent_error,
               lambda y, a: (1.0 + y * y,)),
     Operation("erf", 1, FLOATS, None, None, 16, _erf, None, 4, _erf_error, lambda y, a: (_ERF_SLOPE * np.exp(-a * a),)),
+    Operation("log1p", 1, FLOATS, None, None, 16, np.log1p, None, 6, _log1p_error, lambda y, a: (1.0 / (1.0 + a),)),
+    Operation("expm1", 1, FLOATS, None, None, 16, np.expm1, None, 6, _expm1_error, lambda y, a: (y + 1.0,)),
 )  # fmt: skip
 OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}

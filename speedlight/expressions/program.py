@@ -46,42 +46,36 @@ class Program:
         *,
         backward: bool = False,
     ) -> Program | None:
-        """The program of a problem's mask and score, whose positions lie in `box`; None without either.
+        """Returns the program of a problem's mask and score, whose positions lie in `box`; None without either.
 
         Raises ExpressionError where an integer may leave int64; `backward`: and where the score has no derivative.
         """
-        parts = [x for x in (mask, score) if x is not None]
-        if not parts:
-            return None
+        roots = {x.role: x.root for x in (mask, score) if x is not None}
         if backward and score is not None:
             back = flows(score.root, ())
-            flow = None if back.s is None else _where_seen(back.score, back.s)
-            roots = {x.role: x.root for x in parts} | {
-                "flow": Node("number", "float", value=0.0) if flow is None else flow
-            }
-            trees = dict(zip(roots, merged(list(roots.values())), strict=True))
-            key = structure(trees)
-        else:
-            # merged, or two programs of one structure might have lookups of another count
-            both = merged([x.root for x in parts]) if len(parts) == 2 else [parts[0].tree]
-            trees = {x.role: tree for x, tree in zip(parts, both, strict=True)}
-            key = structure(trees) if len(parts) == 2 else parts[0].key
-        ends, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
-        return cls(key, ends.get("mask"), ends.get("score"), ends.get("flow"), (), known.narrow, known.others, box)
+            nothing = Node("number", "float", value=0.0)
+            roots["flow"] = nothing if back.s is None else _where_seen(back.score, back.s)
+        return cls._of_roots(roots, box) if roots else None
 
     @classmethod
     def of_entries(
         cls, mask: Expression | None, score: Expression, box: dict[str, tuple[int, int]], tables: tuple[Table, ...]
     ) -> Program:
-        """The program of a score, with what flows back to the entries of these tables."""
-        flow = flows(score.root, tables)
+        """Returns the program of a score, with the gradients of the entries of these tables."""
+        back = flows(score.root, tables)
         roots = {"score": score.root} if mask is None else {"mask": mask.root, "score": score.root}
-        for n, (lookup, into) in enumerate(flow.entries):
-            roots |= {f"at{n}": lookup, f"into{n}": _where_seen(flow.score, into)}
+        for n, (lookup, into) in enumerate(back.entries):
+            roots |= {f"at{n}": lookup, f"into{n}": _where_seen(back.score, into)}
+        return cls._of_roots(roots, box)
+
+    @classmethod
+    def _of_roots(cls, roots: dict[str, Node], box: dict[str, tuple[int, int]]) -> Program:
+        """Merges even one tree: programs of one structure have as many lookups."""
         trees = dict(zip(roots, merged(list(roots.values())), strict=True))
         ends, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
-        entries = tuple((ends[f"at{n}"], ends[f"into{n}"]) for n in range(len(flow.entries)))
-        return cls(structure(trees), ends.get("mask"), ends["score"], None, entries, known.narrow, known.others, box)
+        entries = tuple((ends[f"at{n}"], ends[f"into{n}"]) for n in range(sum("into" in role for role in roots)))
+        score, flow = ends.get("score"), ends.get("flow")
+        return cls(structure(trees), ends.get("mask"), score, flow, entries, known.narrow, known.others, box)
 
     @property
     def roots(self) -> list[Node]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from . import tree
 from .tracing import Expression, expression_of
-from .tree import SYMBOLS, Node, order
+from .tree import SYMBOLS, Node
 
 
 def substituted(x: Expression, by: dict[str, tuple[int, int]]) -> Expression:
@@ -20,17 +21,10 @@ def substituted(x: Expression, by: dict[str, tuple[int, int]]) -> Expression:
 
 def replaced(x: Expression, by: dict[str, Node]) -> Expression:
     """Returns the expression with trees in place of symbols."""
-    new: dict[int, Node] = {}
-    for node in order(x.root):
-        args = tuple([new[id(a)] for a in node.args])
-        if node.op == "symbol" and node.value in by:
-            new[id(node)] = by[node.value]
-        else:
-            new[id(node)] = node if args == node.args else Node(node.op, node.kind, args, node.value)
-    return expression_of(x.role, new[id(x.root)])
+    return expression_of(x.role, tree.replaced(x.root, by))
 
 
 def _linear(symbol: Node, factor: int, offset: int) -> Node:
-    """Both operations stand there even if one does nothing, so that all offsets make one structure: one kernel."""
+    """Returns factor · symbol + offset, with an addition of 0, too: all offsets make one structure, one kernel."""
     product = symbol if factor == 1 else Node("mul", "int", (symbol, Node("number", "int", value=factor)))
     return Node("add", "int", (product, Node("number", "int", value=offset)))

@@ -6,6 +6,7 @@ float is a `float`, and their values are run-time parameters of a kernel, never 
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
 from collections.abc import Callable
@@ -85,35 +86,30 @@ def _float(x: Any) -> float:
         raise ExpressionError(f"number {shown(x)}: expected one that float64 holds.") from None
 
 
-def _no_branch(self: Symbol, *_: Any) -> Any:
-    raise ExpressionError(
-        "a symbol has no value while a mask or score is traced, so Python's if, and, or, not, max, range … cannot look "
-        "at it: "
-        "use sl.where(condition, yes, no), & | ~, sl.minimum, sl.maximum."
-    )
+def _refusal(asked: str) -> Callable[..., Any]:
+    """Makes a method that says what cannot be asked of a symbol, and the way out."""
+
+    def refuse(self: Symbol, *_: Any) -> Any:
+        raise ExpressionError(f"a symbol has no value while a mask or score is traced, so {asked}")
+
+    return refuse
 
 
-def _no_index(self: Symbol, *_: Any) -> Any:
-    raise ExpressionError(
-        "a symbol has no value while a mask or score is traced, so Python's lists, dicts, slices and range() cannot "
-        "look at it: look numbers up through sl.table([…])[symbol], and use sl.where(condition, yes, no)."
-    )
-
-
-def _no_int(self: Symbol, *_: Any) -> Any:
-    raise ExpressionError(
-        "a symbol has no value while a mask or score is traced, so int() and round() cannot look at it: use "
-        "sl.cast(x, int), which drops the fraction, or sl.floor(x + 0.5)."
-    )
-
-
-def _no_number(self: Symbol, *_: Any) -> Any:
-    raise ExpressionError(
-        "a symbol has no value while a mask or score is traced, so float() and the functions of Python's math cannot "
-        "look at it: use NumPy's or PyTorch's, np.tanh or torch.tanh, or sl.exp, sl.tanh …"
-    )
-
-
+_NO_BRANCH = _refusal(
+    "Python's if, and, or, not, max, range … cannot look at it: use sl.where(condition, yes, no), & | ~, sl.minimum, "
+    "sl.maximum."
+)
+_NO_INDEX = _refusal(
+    "Python's lists, dicts, slices and range() cannot look at it: look numbers up through sl.table([…])[symbol], and "
+    "use sl.where(condition, yes, no)."
+)
+_NO_INT = _refusal(
+    "int() and round() cannot look at it: use sl.cast(x, int), which drops the fraction, or sl.floor(x + 0.5)."
+)
+_NO_NUMBER = _refusal(
+    "float() and the functions of Python's math cannot look at it: use NumPy's or PyTorch's, np.tanh or torch.tanh, or "
+    "sl.exp, sl.tanh …"
+)
 _MOST_POWER = 64  # of a power by multiplication, which takes negative bases
 
 
@@ -124,6 +120,11 @@ def _multiplied(x: Symbol, n: int) -> Symbol:
         result = result * result if isinstance(result, Symbol) else result
         result = x * result if bit == "1" else result
     return result if isinstance(result, Symbol) else x * 0 + 1
+
+
+def _operator(op: str) -> tuple[Callable[[Symbol, Any], Symbol], Callable[[Symbol, Any], Symbol]]:
+    """Returns the method of a Python operator, and that of its reflection."""
+    return lambda self, other: applied(op, self, other), lambda self, other: applied(op, other, self)
 
 
 class Symbol:
@@ -146,10 +147,10 @@ class Symbol:
     def __repr__(self) -> str:
         return repr(self.node)
 
-    __bool__ = __len__ = __iter__ = __complex__ = __array__ = __contains__ = __reversed__ = _no_branch
-    __hash__ = __index__ = _no_index  # type: ignore[assignment]
-    __int__ = __round__ = _no_int
-    __float__ = __trunc__ = __floor__ = __ceil__ = _no_number
+    __bool__ = __len__ = __iter__ = __complex__ = __array__ = __contains__ = __reversed__ = _NO_BRANCH
+    __hash__ = __index__ = _NO_INDEX  # type: ignore[assignment]
+    __int__ = __round__ = _NO_INT
+    __float__ = __trunc__ = __floor__ = __ceil__ = _NO_NUMBER
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """np.float32(2) * i, np.exp(s) …: what foreign.py has."""
@@ -203,41 +204,20 @@ class Symbol:
             f"a symbol has no attribute {name!r}; an expression is built of operators and sl.where, sl.exp, sl.table …"
         )
 
-    def __add__(self, other: Any) -> Symbol:
-        return applied("add", self, other)
-
-    def __radd__(self, other: Any) -> Symbol:
-        return applied("add", other, self)
-
-    def __sub__(self, other: Any) -> Symbol:
-        return applied("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return applied("sub", other, self)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return applied("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Symbol:
-        return applied("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Symbol:
-        return applied("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Symbol:
-        return applied("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Symbol:
-        return applied("floordiv", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Symbol:
-        return applied("floordiv", other, self)
-
-    def __mod__(self, other: Any) -> Symbol:
-        return applied("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Symbol:
-        return applied("mod", other, self)
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub")
+    __mul__, __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("div")
+    __floordiv__, __rfloordiv__ = _operator("floordiv")
+    __mod__, __rmod__ = _operator("mod")
+    __lshift__, __rlshift__ = _operator("shl")
+    __rshift__, __rrshift__ = _operator("shr")
+    __and__ = __rand__ = _operator("and")[0]
+    __or__ = __ror__ = _operator("or")[0]
+    __xor__ = __rxor__ = _operator("xor")[0]
+    __lt__, __gt__ = _operator("lt")[0], _operator("gt")[0]
+    __le__, __ge__ = _operator("le")[0], _operator("ge")[0]
+    __eq__, __ne__ = _operator("eq")[0], _operator("ne")[0]  # type: ignore[assignment]
 
     def __divmod__(self, other: Any) -> tuple[Symbol, Symbol]:
         return self // other, self % other
@@ -248,18 +228,18 @@ class Symbol:
     def __pow__(self, n: Any, modulus: Any = None) -> Symbol:
         if modulus is not None:
             raise ExpressionError("pow: expected two arguments in an expression; got a third. Use %.")
-        if isinstance(n, numbers.Real) and _float(n).is_integer() and -_MOST_POWER <= _float(n) <= _MOST_POWER:
-            is_int = isinstance(n, numbers.Integral) or self.node.is_float
-            base = self if is_int else Symbol(convert(self.node, "float"))
-            result = _multiplied(base, abs(int(_float(n))))
-            return result if _float(n) >= 0 else 1.0 / result
-        if isinstance(n, numbers.Real) and _float(n).is_integer():
+        number = _float(n) if isinstance(n, numbers.Real) else math.nan
+        if number == 0.5:
+            return applied("sqrt", self)
+        if not number.is_integer():
+            return applied("exp2", applied("log2", self) * n)
+        if abs(number) > _MOST_POWER:
             raise ExpressionError(
                 f"**: expected a whole exponent from {-_MOST_POWER} to {_MOST_POWER}, or a fraction; got {shown(n)}."
             )
-        if isinstance(n, numbers.Real) and _float(n) == 0.5:
-            return applied("sqrt", self)
-        return applied("exp2", applied("log2", self) * n)
+        is_int = isinstance(n, numbers.Integral) or self.node.is_float
+        result = _multiplied(self if is_int else Symbol(convert(self.node, "float")), abs(int(number)))
+        return result if number >= 0 else 1.0 / result
 
     def __rpow__(self, base: Any) -> Symbol:
         number = node_of(base)
@@ -280,47 +260,6 @@ class Symbol:
         if self.node.is_float:
             raise _no_float("~", self)
         return applied("not", self) if self.node.kind == "bool" else -1 - self
-
-    def __and__(self, other: Any) -> Symbol:
-        return applied("and", self, other)
-
-    def __or__(self, other: Any) -> Symbol:
-        return applied("or", self, other)
-
-    def __xor__(self, other: Any) -> Symbol:
-        return applied("xor", self, other)
-
-    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
-
-    def __lshift__(self, other: Any) -> Symbol:
-        return applied("shl", self, other)
-
-    def __rshift__(self, other: Any) -> Symbol:
-        return applied("shr", self, other)
-
-    def __rlshift__(self, other: Any) -> Symbol:
-        return applied("shl", other, self)
-
-    def __rrshift__(self, other: Any) -> Symbol:
-        return applied("shr", other, self)
-
-    def __lt__(self, other: Any) -> Symbol:
-        return applied("lt", self, other)
-
-    def __le__(self, other: Any) -> Symbol:
-        return applied("le", self, other)
-
-    def __gt__(self, other: Any) -> Symbol:
-        return applied("gt", self, other)
-
-    def __ge__(self, other: Any) -> Symbol:
-        return applied("ge", self, other)
-
-    def __eq__(self, other: object) -> Any:
-        return applied("eq", self, other)
-
-    def __ne__(self, other: object) -> Any:
-        return applied("ne", self, other)
 
 
 def applied(op: str, *operands: Any) -> Symbol:
@@ -359,6 +298,16 @@ def is_traced(*args: Any) -> bool:
     return LOOKUP.get() is not None and bool([x for x in args if is_tensor(x) and not x.ndim])
 
 
+def applied_by_numpy(op: str, *operands: Any) -> Any:
+    """Returns an operation's value on numbers and arrays."""
+    try:
+        return OPERATIONS[op].numpy(*operands)
+    except Exception as error:  # another library's array may refuse by any
+        pass_on(error)
+        got, why = ", ".join(map(shown, operands)), str(error).rstrip(".")
+        raise ExpressionError(f"{op}: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
+
+
 def where(condition: Any, yes: Any, no: Any) -> Any:
     """`yes` where the condition holds, else `no`.
 
@@ -367,12 +316,7 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     score where((j < 4), (s + 1.0), s)
     """
     if not is_traced(condition, yes, no):
-        try:
-            return np.where(condition, yes, no)[()]
-        except Exception as error:  # another library's array may refuse by any
-            pass_on(error)
-            got, why = ", ".join(map(shown, (condition, yes, no))), str(error).rstrip(".")
-            raise ExpressionError(f"where: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
+        return applied_by_numpy("where", condition, yes, no)[()]
     if [x for x in (condition, yes, no) if is_row(x)]:
         return entrywise(by_name, "where", (condition, yes, no))
     c = node_of(condition)

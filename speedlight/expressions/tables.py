@@ -47,30 +47,11 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = (
-        "__weakref__",  # by which torch.compile knows that a graph's is gone
-        "_ends",
-        "array",
-        "copies",
-        "kind",
-        "name",
-        "of_heads",
-        "of_items",
-        "of_keys",
-        "origin",
-        "place",
-        "tensor",
-        "version",
-        "watched",
-        "way",
-    )
-
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
-        self.tensor: Any = (
-            None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
-        )
+        # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
+        self.tensor: Any = None
         self.copies: dict[str, Any] = {}  # by device
         self.of_items = False  # whether it has to have a row for each item of the batch
         self.of_keys = False  # … and that an entry for each key
@@ -104,9 +85,7 @@ class Table:
             raise ArgumentError(f"{name}: expected 1 to 4 dimensions; got {got}.")
         self.kind = kind_of(array.dtype)
         if self.kind is None:
-            raise ArgumentTypeError(
-                f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {array.dtype}."
-            )
+            raise _wrong_dtype(array, name)
         if not array.dtype.isnative:
             if not copy:
                 raise ArgumentTypeError(
@@ -317,7 +296,7 @@ def _place(x: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """Outside of torch.func's transforms, which wrap what is made inside, of tensors that are none of theirs, too."""
+    """Leaves torch.func's transforms for a while: they wrap what is made inside, of tensors that are none of theirs."""
     functorch = sys.modules["torch"]._C._functorch
     if functorch.peek_interpreter_stack() is None:
         yield
@@ -350,9 +329,11 @@ def _torch_dtype(x: Any, name: str) -> Any:
     try:
         return np.float32 if name_of == "bfloat16" else np.dtype(name_of)
     except TypeError:
-        raise ArgumentTypeError(
-            f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {x.dtype}."
-        ) from None
+        raise _wrong_dtype(x, name) from None
+
+
+def _wrong_dtype(x: Any, name: str) -> ArgumentTypeError:
+    return ArgumentTypeError(f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {x.dtype}.")
 
 
 def table(array: Any, name: str = "table") -> Table:

@@ -23,7 +23,7 @@ from .captured import LIBRARIES, Tables, called
 from .operations import LOOKUP_COST, OPERATIONS
 from .symbols import LOOKUP, OF_JAX, Symbol, node_of
 from .tables import Table
-from .tree import SYMBOLS, Node, convert, lazily, merged, order, structure
+from .tree import SYMBOLS, Node, convert, lazily, merged, order, replaced, structure
 from .vectors import is_row
 
 # a user's function; the second of each: written for another library's arrays, or with annotations of its own
@@ -45,7 +45,6 @@ class Expression:
     (True, mask ((j <= i) & (j < 2)))
     """
 
-    __slots__ = ("__dict__", "__weakref__", "role", "root", "size")
     __array_ufunc__ = None  # array & mask is ours to refuse, not NumPy's to do entry by entry
 
     def __init__(self, role: str, root: Node, size: int) -> None:
@@ -67,14 +66,9 @@ class Expression:
         return tuple(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
 
     @lazily
-    def tree(self) -> list[Node]:
-        """The nodes without duplicates."""
-        return merged([self.root])[0]
-
-    @lazily
     def key(self) -> str:
         """The structure, without numbers and tables."""
-        return structure({self.role: self.tree})
+        return structure({self.role: merged([self.root])[0]})
 
     def _identity(self) -> tuple[Any, ...]:
         """The structure (with every number's kind), numbers by their bits, and which tables."""
@@ -114,7 +108,7 @@ class Expression:
         return self._before("or", other)
 
     def _before(self, op: str, other: Any) -> Expression:
-        """As _joined, with the other one first."""
+        """Joins another mask with this one, the other first."""
         return expression(other)._joined(op, self) if callable(other) else self._joined(op, other)
 
     def __invert__(self) -> Expression:
@@ -164,9 +158,14 @@ def expression(function: MaskFunction | ScoreFunction | Expression, role: str | 
         )
     if isinstance(function, type):
         raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")
-    role = _role(function, role)
-    names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
-    _check_order(function, role, names)
+    given = _positional(function)
+    role = _role(function, role, None if given is None else len(given))
+    names = _NAMES[role]
+    if given is not None and given != names and sorted(given) == sorted(names):  # it would compute something else
+        raise ExpressionError(
+            f"{role}: expected {_TAKES[role]}, in this order; got a function{_origin(function)} of "
+            f"({', '.join(given)}). Arguments come by place: write its arguments as ({', '.join(names)})."
+        )
     result = _called(function, [Symbol(Node("symbol", SYMBOLS[n], value=n)) for n in names])
     if isinstance(result, Expression):
         return expression(result, role)
@@ -186,12 +185,13 @@ def expression(function: MaskFunction | ScoreFunction | Expression, role: str | 
     return expression_of(role, root)
 
 
+_NAMES = {"mask": ("b", "h", "i", "j"), "score": ("s", "b", "h", "i", "j")}
 _TAKES = {"mask": "the arguments (b, h, i, j) of a mask", "score": "the arguments (s, b, h, i, j) of a score"}
 
 
-def _role(function: Callable[..., Any], role: str | None) -> str:
-    """Returns the role that a function's arguments fit; a pattern that nobody called fits none."""
-    count, name = _arity(function), getattr(function, "__name__", "")
+def _role(function: Callable[..., Any], role: str | None, count: int | None) -> str:
+    """Returns the role that a function of so many arguments fits; a pattern that nobody called fits none."""
+    name = getattr(function, "__name__", "")
     found = role or {4: "mask", 5: "score"}.get(count or 0)
     if found is None or count not in (None, 4 if found == "mask" else 5):
         if getattr(sys.modules["speedlight"], name, None) is function:
@@ -205,24 +205,14 @@ def _role(function: Callable[..., Any], role: str | None) -> str:
     return found
 
 
-def _check_order(function: Callable[..., Any], role: str, names: tuple[str, ...]) -> None:
-    """Refuses our own names of the arguments in another order than they come in: it would compute something else."""
-    given = _positional(function) or ()
-    if given != names and sorted(given) == sorted(names):
-        raise ExpressionError(
-            f"{role}: expected {_TAKES[role]}, in this order; got a function{_origin(function)} of "
-            f"({', '.join(given)}). Arguments come by place: write its arguments as ({', '.join(names)})."
-        )
-
-
 def check_returned(name: str, function: Callable[..., Any], result: Any) -> None:
-    """A function that forgot to return something is named."""
+    """Raises if a function returned nothing, by its name."""
     if result is None:
         raise ExpressionError(f"{name}: expected a result{_origin(function)}; got None. Is a return missing?")
 
 
 def _origin(function: Callable[..., Any]) -> str:
-    """Whose result it is, where somebody else's function is looked at."""
+    """Returns words that name a function and its place; "" for those of libraries."""
     function = inspect.unwrap(function)
     code, module = getattr(function, "__code__", None), str(getattr(function, "__module__", ""))
     if code is None or module.split(".")[0] in LIBRARIES:
@@ -246,12 +236,10 @@ def _returned(role: str, function: Callable[..., Any], result: Any) -> Node:
 
 def expression_of(role: str, root: Node) -> Expression:
     """The expression of a tree of the right kind."""
-    names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
-    if not root.uses <= set(names):
-        raise ExpressionError(
-            f"{role}: expected a result made of {', '.join(names)}; got {', '.join(root.uses - set(names))} in "
-            f"{root!r}."
-        )
+    others = root.uses - set(_NAMES[role])
+    if others:
+        names = ", ".join(_NAMES[role])
+        raise ExpressionError(f"{role}: expected a result made of {names}; got {', '.join(others)} in {root!r}.")
     return _checked(role, root)
 
 
@@ -321,12 +309,6 @@ def _cost(node: Node) -> int:
     return LOOKUP_COST if node.op == "table" else OPERATIONS[node.op].cost if node.op in OPERATIONS else 1
 
 
-def _arity(function: Callable[..., Any]) -> int | None:
-    """Returns how many positional arguments have no defaults; None where Python cannot say."""
-    names = _positional(function)
-    return None if names is None else len(names)
-
-
 def _positional(function: Callable[..., Any]) -> tuple[str, ...] | None:
     """Names of positional arguments without defaults; None where Python cannot say."""
     try:
@@ -343,16 +325,5 @@ def score_chain(scores: Sequence[Expression]) -> Expression | None:
     """Several scores, left to right, as one."""
     root: Node | None = None
     for one in scores:
-        root = one.root if root is None else _substituted(one.root, root)
+        root = one.root if root is None else replaced(one.root, {"s": root})
     return None if root is None else _checked("score", root)
-
-
-def _substituted(root: Node, s: Node) -> Node:
-    """`root` with the symbol s replaced."""
-    new: dict[int, Node] = {}
-    for node in order(root):
-        if node.op == "symbol" and node.value == "s":
-            new[id(node)] = s
-        elif "s" in node.uses:
-            new[id(node)] = Node(node.op, node.kind, tuple(new.get(id(a), a) for a in node.args), node.value)
-    return new.get(id(root), root)

@@ -99,6 +99,18 @@ def order(root: Node) -> list[Node]:
     return list(seen.values())
 
 
+def replaced(root: Node, by: dict[str, Node]) -> Node:
+    """Returns the tree with other trees in place of the symbols of these names."""
+    new: dict[int, Node] = {}
+    for node in order(root):
+        args = tuple([new[id(a)] for a in node.args])
+        if node.op == "symbol" and node.value in by:
+            new[id(node)] = by[node.value]
+        else:
+            new[id(node)] = node if args == node.args else Node(node.op, node.kind, args, node.value)
+    return new[id(root)]
+
+
 def merged(roots: list[Node], slots: Container[int] | None = None) -> list[list[Node]]:
     """The trees with equal nodes made one, so that trees of one structure have as many; each in order, its root last.
 

@@ -10,19 +10,13 @@ The text depends on the structure alone: numbers, addresses, shapes and strides 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ..expressions.operations import OPERATIONS
 from ..expressions.program import ENDS, LENGTHS, STRIDES, TABLE_WORDS, Program
+from ..expressions.tables import Table
 from ..expressions.tree import OF_KEYS, Node, order
-
-_POINTERS = {
-    "bool": "tl.int8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64",
-    "uint8": "tl.uint8",
-    "uint16": "tl.uint16", "uint32": "tl.uint32", "uint64": "tl.uint64", "float16": "tl.float16",
-    "bfloat16": "tl.bfloat16",
-    "float32": "tl.float32", "float64": "tl.float64",
-}  # fmt: skip
 
 
 def key_of(program: Program) -> str:
@@ -36,6 +30,11 @@ def key_of(program: Program) -> str:
 def table_at(program: Program, node: Node) -> int:
     """First word of a lookup's table, behind the numbers."""
     return len(program.numbers) + TABLE_WORDS * program.tables[node.value]
+
+
+def _entry_type(table: Table) -> str:
+    """Returns Triton's name of the type of a table's entries; bools are bytes."""
+    return "tl.int8" if table.kind == "bool" else f"tl.{table.dtype_name}"
 
 
 class _Text:
@@ -95,6 +94,8 @@ class _Text:
                 return f"{args[0]} {OPERATIONS[op].symbol} {args[1]}"
             case "exp" | "exp2" | "log" | "log2" | "tanh" | "sqrt" | "sigmoid" | "sin" | "cos" | "tan" | "erf":
                 return f"{op}({args[0]})"
+            case "log1p" | "expm1":
+                return f"{op}({args[0]})"
             case "div":
                 return f"divided({args[0]}, {args[1]})"
             case "floordiv" | "mod":
@@ -132,9 +133,14 @@ class _Text:
             adjoin = d + 1 == len(index) and array.last_is_one
             stride = "1" if adjoin else self.constant(f"tl.load(ints + {at + STRIDES + d})")
             offset += f"{' + ' if offset else ''}{inside}.to(tl.int64) * {stride}"
-        pointer = self.constant(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[array.dtype_name]}))")
+        pointer = self.constant(f"tl.load(ints + {at}).to(tl.pointer_type({_entry_type(array)}))")
         entry = f"tl.load({pointer} + ({offset}))"
         return f"{entry} != 0" if node.kind == "bool" else f"{entry}.to({self.type_of(node.kind)})"
+
+
+def _operator(text: str) -> Callable[[_Range, Any], _Range]:
+    """Makes the method of a Python operator, written as `text` has it."""
+    return lambda self, other: _Range(self.text, self.text.let(text.format(self.name, getattr(other, "name", other))))
 
 
 class _Range:
@@ -145,45 +151,13 @@ class _Range:
     def __init__(self, text: _Text, name: str) -> None:
         self.text, self.name = text, name
 
-    def _with(self, op: str, other: Any, swap: bool = False) -> _Range:
-        other = other.name if isinstance(other, _Range) else str(other)
-        a, b = (other, self.name) if swap else (self.name, other)
-        return _Range(self.text, self.text.let(f"{a} {op} {b}"))
-
-    def __add__(self, other: Any) -> _Range:
-        return self._with("+", other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> _Range:
-        return self._with("-", other)
-
-    def __rsub__(self, other: Any) -> _Range:
-        return self._with("-", other, swap=True)
-
-    def __mul__(self, other: Any) -> _Range:
-        return self._with("*", other)
-
     def __neg__(self) -> _Range:
         return _Range(self.text, self.text.let(f"-{self.name}"))
 
-    def __and__(self, other: Any) -> _Range:
-        return self._with("&", other)
-
-    def __or__(self, other: Any) -> _Range:
-        return self._with("|", other)
-
-    def __lt__(self, other: Any) -> _Range:
-        return self._with("<", other)
-
-    def __le__(self, other: Any) -> _Range:
-        return self._with("<=", other)
-
-    def __gt__(self, other: Any) -> _Range:
-        return self._with(">", other)
-
-    def __ge__(self, other: Any) -> _Range:
-        return self._with(">=", other)
+    __add__ = __radd__ = _operator("{} + {}")
+    __sub__, __rsub__ = _operator("{} - {}"), _operator("{1} - {0}")
+    __mul__, __and__, __or__ = _operator("{} * {}"), _operator("{} & {}"), _operator("{} | {}")
+    __lt__, __le__, __gt__, __ge__ = (_operator(f"{{}} {op} {{}}") for op in ("<", "<=", ">", ">="))
 
 
 class _Ranges:
@@ -191,15 +165,15 @@ class _Ranges:
 
     def __init__(self, text: _Text) -> None:
         self.text, self.followed = text, text.program.followed
-        ends = {
-            name: _Range(text, text.let(f"{name}.to(tl.int64)")) for x in "hij" for name in (f"{x}_low", f"{x}_high")
-        }
-        self.box = {x: (ends[f"{x}_low"], ends[f"{x}_high"]) for x in "hij"} | {
-            "b": (_Range(text, text.let("b.to(tl.int64)")),) * 2
-        }
+        ends = {"h": ("h_low", "h_high"), "i": ("i_low", "i_high"), "j": ("j_low", "j_high")}
+        self.box = {x: tuple(self._let(f"{name}.to(tl.int64)") for name in ends[x]) for x in ends}
+        self.box["b"] = (self._let("b.to(tl.int64)"),) * 2
+
+    def _let(self, value: str) -> _Range:
+        return _Range(self.text, self.text.let(value))
 
     def _call(self, function: str, *args: Any) -> _Range:
-        return _Range(self.text, self.text.let(f"{function}({', '.join(str(getattr(x, 'name', x)) for x in args)})"))
+        return self._let(f"{function}({', '.join(str(getattr(x, 'name', x)) for x in args)})")
 
     def minimum(self, a: Any, b: Any) -> _Range:
         return self._call("tl.minimum", a, b)
@@ -210,28 +184,26 @@ class _Ranges:
     def where(self, condition: Any, yes: Any, no: Any) -> _Range:
         zero = f"tl.zeros_like({condition.name}.to(tl.int64))"
         yes, no = (f"{zero} + {getattr(x, 'name', x)}" for x in (yes, no))
-        return _Range(self.text, self.text.let(f"tl.where({condition.name}, {yes}, {no})"))
+        return self._let(f"tl.where({condition.name}, {yes}, {no})")
 
     def invert(self, x: _Range) -> _Range:
-        return _Range(self.text, self.text.let(f"opposite({x.name})"))
+        return self._let(f"opposite({x.name})")
 
     def truth(self, x: bool) -> _Range:
-        return _Range(self.text, self.text.let(f"h_low {'==' if x else '!='} h_low"))
+        return self._let(f"h_low {'==' if x else '!='} h_low")
 
     def equal(self, a: Any, b: Any) -> _Range:
-        return _Range(self.text, self.text.let(f"{a.name} == {getattr(b, 'name', b)}"))
+        return self._let(f"{a.name} == {getattr(b, 'name', b)}")
 
     def floordiv(self, a: Any, b: Any) -> _Range:
         return self._call("int_floordiv", a, b)
 
     def number(self, node: Node) -> _Range:
         value = f"tl.load(ints + {self.text.program.numbers[id(node)]})"
-        return _Range(self.text, self.text.let(value if node.kind == "int" else f"{value} != 0"))
+        return self._let(value if node.kind == "int" else f"{value} != 0")
 
     def minus_infinity(self, node: Node) -> _Range:
-        return _Range(
-            self.text, self.text.let(f"tl.load(floats + {self.text.program.numbers[id(node)]}) == float('-inf')")
-        )
+        return self._let(f"tl.load(floats + {self.text.program.numbers[id(node)]}) == float('-inf')")
 
     def table(self, node: Node, index: list[tuple[_Range, _Range]]) -> tuple[_Range, _Range, _Range]:
         """Least and greatest entry, of the run if the box is a short one in one row, else of the whole table; and
@@ -247,7 +219,7 @@ class _Ranges:
             alone = text.let(f"{alone} & ({low.name} == {high.name})")
             inside = text.let(f"{inside} & ({low.name} >= 0) & ({high.name} < {size})")
         low, high = (x.name for x in index[-1])
-        pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[node.value.dtype_name]}))")
+        pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_entry_type(node.value)}))")
         d = len(index) - 1
         row = text.let(
             f"TableRow({pointer} + {start}, tl.load(ints + {at + STRIDES + d}), tl.load(ints + {at + LENGTHS + d}), "

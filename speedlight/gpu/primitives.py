@@ -275,6 +275,34 @@ def erf(x):
 
 
 @triton.jit
+def log1p(x):
+    """ln u · (x / (u - 1)), u = 1 + x rounded: the quotient makes good what that rounding did (Kahan)."""
+    u = x + 1.0
+    off = u - 1.0
+    y = log(u) * divided(x, tl.where(off == 0.0, 1.0, off))
+    return tl.where((off == 0.0) | (u == float("inf")), x, y)
+
+
+@triton.jit
+def expm1(x):
+    """In float32 2^n · (e^r - 1) + (2^n - 1), with half of 2^n, which would overflow; in float64 as log1p."""
+    if x.dtype == tl.float32:
+        n = _whole_part(tl.maximum(x, -40.0))
+        r = tl.minimum(tl.maximum(x, -40.0), 88.72283) - n * 0.693359375 + n * 2.12194440e-4
+        half = tl.math.exp2(n - 1.0)
+        y = (half * _expm1(r) + (half - 0.5)) * 2.0
+        y = tl.where(x > 88.72283, float("inf"), y)
+        return tl.where((x != x) | (x == 0.0), x, y)
+    else:
+        u = tl.math.exp(x)
+        off = u - 1.0
+        logarithm = tl.math.log(u)
+        y = off * (x / tl.where(logarithm == 0.0, 1.0, logarithm))
+        y = tl.where((off == 0.0) | (u == float("inf")), x, y)
+        return tl.where(off == -1.0, off, tl.where(x > 709.782712893384, float("inf"), y))
+
+
+@triton.jit
 def note(p_wrong, bad, index, shown):
     """Notes that an index is out of range at a key that is shown, and one such index."""
     bad = bad & shown

@@ -1,6 +1,4 @@
-"""After a fork the child has none of the parent's other threads: what those were writing to is as it was before, and
-free; what they were importing is whole.
-"""
+"""Fork safety: resets the parent threads' locks and half-done writes in the child, and lets no fork split an import."""
 
 from __future__ import annotations
 

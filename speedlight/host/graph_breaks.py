@@ -26,7 +26,7 @@ def passed_by() -> bool:
 
 
 def constant(function: _F) -> _F:
-    """One that Dynamo calls as it is, once, with arguments that are constants of the graph; loads no Dynamo."""
+    """Marks a function that Dynamo calls once, with arguments that are constants of the graph; loads no Dynamo."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 

@@ -31,7 +31,7 @@ if hasattr(os, "register_at_fork"):
 def undisturbed(call: Callable[[], _R]) -> _R:
     """Returns or raises what call() does, on a thread of its own; call() must not come here again.
 
-    Who is interrupted while waiting leaves it to its end, for which the next one waits, and every fork.
+    An interrupted caller does not cancel it; later calls and forks wait for its end.
     """
     found: list[_R] = []
     failed: list[BaseException] = []
@@ -93,8 +93,7 @@ def load(objects: Sequence[bytes], names: Sequence[str], text: str = "") -> Code
 
 
 def _load(objects: Sequence[bytes], names: Sequence[str], text: str) -> Code:
-    from llvmlite import binding
-
+    binding = _binding()
     _engines[:] = [x for x in _engines if x[0]() is not None]
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
@@ -113,22 +112,17 @@ def _load(objects: Sequence[bytes], names: Sequence[str], text: str) -> Code:
 
 
 def process_triple() -> str:
-    """LLVM's name of the system that this process runs on."""
-
-    def call() -> str:
-        from llvmlite import binding
-
-        return binding.get_process_triple()
-
-    return undisturbed(call)
+    """Returns LLVM's name of the system that this process runs on."""
+    return undisturbed(lambda: _binding().get_process_triple())
 
 
 def host_features() -> set[str]:
     """Returns the host CPU's features, by LLVM's names."""
+    return undisturbed(lambda: {name for name, on in _binding().get_host_cpu_features().items() if on})
 
-    def call() -> set[str]:
-        from llvmlite import binding
 
-        return {name for name, on in binding.get_host_cpu_features().items() if on}
+def _binding() -> Any:
+    """Imports llvmlite's calls of LLVM."""
+    from llvmlite import binding
 
-    return undisturbed(call)
+    return binding

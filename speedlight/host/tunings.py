@@ -157,7 +157,7 @@ _INTEL_TILES = (
         ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)), ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)),
         ((8, 2), (8, 1))),
 )  # fmt: skip
-REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "other": _TILES}
+_REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "other": _TILES}
 
 # Measured over 90 shapes on Zen 4 and Zen 5, over 20 on an Intel Xeon (docs/ladder.md). Units of 16 registers have no
 # room for enough sums of one vector: they take the row of other CPUs.
@@ -186,21 +186,8 @@ _FETCHING = {
     "other":    Fetching(2,   16,       16384,           24,  True,     1,  True,   16),
 }  # fmt: skip
 
-#                    tasks  rows  spans
-_DECODING = {
-    "zen4":     Decoding(4,  128,     1),
-    "zen5":     Decoding(4,  128,     1),
-    "intel512": Decoding(4,  128,     1),
-    "other":    Decoding(4,  128,     1),
-}  # fmt: skip
-
-#                  tasks   least  most keys
-_RANGES = {
-    "zen4":     Ranges(3,  (1024, 4096)),
-    "zen5":     Ranges(3,  (1024, 4096)),
-    "intel512": Ranges(3,  (1024, 4096)),
-    "other":    Ranges(3,  (1024, 4096)),
-}  # fmt: skip
+_DECODING = Decoding(tasks=4, rows=128, spans=1)  # of every family
+_RANGES = Ranges(tasks=3, keys=(1024, 4096))
 
 #                    inline seconds  bytes  region  FLOP/s  backward  bytes/s  scratches apart
 _THREADING = {
@@ -231,7 +218,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
 }  # fmt: skip
 
 TUNINGS = {
-    x: Tuning(x, REGISTER_TILES[x], _FMA[x], _PAIRS[x], _FETCHING[x], _DECODING[x], _RANGES[x], _THREADING[x])
+    x: Tuning(x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _FETCHING[x], _DECODING, _RANGES, _THREADING[x])
     for x in FAMILIES
 }
 

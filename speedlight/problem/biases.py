@@ -15,6 +15,12 @@ from .problem import LAYOUTS, QUERY_BLOCK, Options, scores_of
 
 _FEW = 3 * QUERY_BLOCK  # queries; and entries of a bias that is broadcast to all items and heads, at most
 _ENTRIES = 1 << 24
+_SHARES, _SHARE_BYTES = 64, 64 << 20  # of gradients of tables, and bytes of all shares together
+
+
+def shares_of(entries: int) -> int:
+    """Returns how many shares gradients of tables with so many entries are summed in (docs/numerics.md)."""
+    return max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, entries))))
 
 
 def array_of(x: Any) -> Any:
@@ -39,7 +45,8 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
     """Returns a mask, a score and `grads` whose tables are the call's own, which may outlive those of the caller.
 
     One whose gradient is asked for is broadcast to all items and heads if queries are few: then each of its entries has
-    one term, which a thread writes and nobody adds to; reduced() adds them. Many are shared out by their positions.
+    one term, which a thread writes and nobody adds to; reduced() adds them, to the same bits. Many are shared out by
+    their positions.
 
     Args:
         q, k: shapes, of whatever is refused later, too.
@@ -47,13 +54,15 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
     if type(grads) is not tuple or options.mask is options.score is None:
         return options, grads
     square, own = _square(options.layout, q, k), {}
+    entries = sum([x.array.size for x in grads if isinstance(x, Table)])
     for x in (options.mask, *scores_of(options.score)):
         if type(x) is not Table or x.tensor is not None:
             continue
         array = x.array
         if square and array.shape[-2:] == square[-2:] and square[-2] <= _FEW and math.prod(square) <= _ENTRIES:
             fits = all([n in (1, m) for n, m in zip(array.shape[::-1], square[::-1], strict=False)])
-            array = np.broadcast_to(array, square) if fits and any([x is y for y in grads]) else array
+            if fits and any([x is y for y in grads]) and _adds_in_order(array.shape, square, shares_of(entries)):
+                array = np.broadcast_to(array, square)
         if array.shape != x.shape or not x.is_own:
             own[id(x)] = table = Table(array, x.name, copy=False)
             table.watched = x.array
@@ -62,6 +71,16 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
     mask = own.get(id(options.mask), options.mask)
     score = None if options.score is None else [own.get(id(x), x) for x in scores_of(options.score)]
     return options._replace(mask=mask, score=score), tuple([own.get(id(x), x) for x in grads])
+
+
+def _adds_in_order(shape: tuple[int, ...], square: tuple[int, ...], shares: int) -> bool:
+    """Returns whether the canonical sum of an entry is that of its terms, one after the other: no share of blocks of
+    queries, ascending by item, head and position, has two of them, or one share has all.
+    """
+    batch, heads, rows, _ = square
+    blocks = -(-rows // QUERY_BLOCK)
+    apart = blocks * (heads if len(shape) > 2 and shape[-3] == heads else 1)
+    return shares == 1 or -(-batch * heads * blocks // shares) <= apart
 
 
 def _square(layout: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, ...]:

@@ -304,7 +304,7 @@ def _case(function: Any, q: Any, k: Any, v: Any, options: Any) -> Case:
 
 
 def _float64(x: Any) -> np.ndarray:
-    """A copy."""
+    """Returns a copy in float64."""
     return np.array(x.detach().cpu().double() if is_tensor(x) else x, np.float64)
 
 
@@ -333,7 +333,7 @@ def weights(q: Any, k: Any, **options: Unpack[AllOptions]) -> np.ndarray:
 
 
 def keep_mask(dropout: float, seed: int, b: int, h: int, i: Any, j: Any) -> np.ndarray:
-    """Which weights `dropout=, seed=` leave: (len(i), len(j)), True where one stays.
+    """Returns which weights `dropout=, seed=` leave: (len(i), len(j)), True where one stays.
 
     Args:
         dropout, seed: as for `speedlight.attention`.

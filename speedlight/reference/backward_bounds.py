@@ -30,10 +30,9 @@ from .head_backward import (
     Pairs,
     Returned,
     dropped,
-    entries_read,
     exponents,
-    flow_through,
     is_far,
+    lookup_flows,
     pairs_of,
     sink_weights,
     sum_of_seen,
@@ -79,7 +78,7 @@ class Sums(NamedTuple):
         return cls(*(np.zeros(shape) for _ in cls._fields))
 
 
-def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...] = ()) -> Terms:
+def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...]) -> Terms:
     """Returns the terms of one head of the reference; 0 where a pair is hidden."""
     pairs = pairs_of(head, given, tables)
     p_off = _weight_errors(head, given, pairs, a)
@@ -154,11 +153,15 @@ def shared_bound(sums: Sums, off: np.ndarray, a: Arithmetic) -> np.ndarray:
 
 def add_terms(sums: Sums, x: Terms, grad: Table | str, a: Arithmetic) -> None:
     """Adds one head's terms to the gradient of a table, or of sinks."""
-    if isinstance(grad, Table):
-        _add_entries(sums, x, grad, a)
-    else:
+    if not isinstance(grad, Table):
         for y, share in zip(sums, _sink_terms(x), strict=True):
             y[int(x.head.env["h"])] += share
+        return
+    for tree, entries, flow in lookup_flows(x.head, x.pairs, grad):
+        off = np.minimum(_through_score(x.head, x.pairs, tree, x.ds_off, a), _MOST)
+        off = np.where(x.ds_far | (finite(flow) > a.room), np.inf, off)
+        for y, term in zip(sums, (flow, np.abs(flow), off, np.ones(flow.shape)), strict=True):
+            np.add.at(y, entries, term[x.pairs.seen])
 
 
 def summed_bound(sums: Sums, grad: Table | str, a: Arithmetic) -> np.ndarray:
@@ -171,18 +174,6 @@ def summed_bound(sums: Sums, grad: Table | str, a: Arithmetic) -> np.ndarray:
     dtype = "float64" if a.wide else "float32"
     u = 0.0 if a.wide else ROUNDOFF[dtype]
     return _stored(sums.total, off, u, dtype)
-
-
-def _add_entries(sums: Sums, x: Terms, table: Table, a: Arithmetic) -> None:
-    head, pairs = x.head, x.pairs
-    for lookup, tree in () if pairs.back is None else pairs.back.entries:
-        if lookup.value is table:
-            at = tuple(entries_read(head, lookup, pairs))
-            flow = flow_through(head, tree, pairs.products, pairs.ds, pairs.seen)
-            off = np.minimum(_through_score(head, pairs, tree, x.ds_off, a), _MOST)
-            off = np.where(x.ds_far | (finite(flow) > a.room), np.inf, off)
-            for y, term in zip(sums, (flow, np.abs(flow), off, np.ones(flow.shape)), strict=True):
-                np.add.at(y, at, term[pairs.seen])
 
 
 def _sink_terms(x: Terms) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..expressions.derivative import Flows, flows
 from ..expressions.tables import Table
-from ..expressions.tree import FLOW, evaluate
+from ..expressions.tree import FLOW, Node, evaluate
 from ..problem.problem import FAR_LSE
 
 
@@ -51,16 +51,17 @@ def backward_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> H
     pairs = pairs_of(head, given, tables)
     scale, seen = head.problem.scale, pairs.seen
     weights = dropped(pairs.p, given.keep)
+    rows, sink, _ = sink_weights(head, given.lse)  # a sink is one more key, which every row sees: its value is zeros
     return HeadGradients(
         scale * sum_of_seen(head, pairs.raw, head.k, seen),
         scale * sum_of_seen(head, pairs.raw.T, head.q, seen.T),
         sum_of_seen(head, weights.T, given.d_out, seen.T),
         tuple(_table_gradient(head, pairs, table) for table in tables),
-        _sink_gradient(head, given.lse, pairs.delta),
+        float(-np.sum(sink * pairs.delta[rows])),
     )
 
 
-def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> Pairs:
+def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...]) -> Pairs:
     """Weights again, from the lse given, and what flows back into every score."""
     products = head.products()
     score = head.scores(products)
@@ -83,7 +84,7 @@ def exponents(head: Any, score: np.ndarray, lse: np.ndarray) -> np.ndarray:
 
 
 def is_far(head: Any, lse: np.ndarray) -> np.ndarray:
-    """Which rows have such an lse."""
+    """Returns which rows have an lse so large that rounding moved it past a score."""
     return np.abs(lse) >= FAR_LSE["float64" if head.problem.dtype == "float64" else "float32"]
 
 
@@ -109,28 +110,25 @@ def sum_of_seen(head: Any, weights: np.ndarray, x: np.ndarray, seen: np.ndarray)
 def _table_gradient(head: Any, pairs: Pairs, table: Table) -> np.ndarray:
     """Returns the gradient of every entry: the sum over all places where it is read."""
     total = np.zeros(table.shape)
-    for lookup, flow in () if pairs.back is None else pairs.back.entries:
-        if lookup.value is table:
-            arrived = flow_through(head, flow, pairs.products, pairs.ds, pairs.seen)
-            np.add.at(total, tuple(entries_read(head, lookup, pairs)), arrived[pairs.seen])
+    for _, entries, flow in lookup_flows(head, pairs, table):
+        np.add.at(total, entries, flow[pairs.seen])
     return total
 
 
-def entries_read(head: Any, lookup: Any, pairs: Pairs) -> Iterator[np.ndarray]:
-    """Index of the entry that every seen pair reads, dimension by dimension."""
-    for a in lookup.args:
-        value = evaluate(a, head.env | {"s": pairs.products}, seen=pairs.seen, beyond=head.beyond)
-        yield np.broadcast_to(value, pairs.seen.shape)[pairs.seen]
-
-
-def _sink_gradient(head: Any, lse: np.ndarray, delta: np.ndarray) -> float:
-    """A sink is one more key, which every row sees and whose value is zeros."""
-    rows, p, _ = sink_weights(head, lse)
-    return float(-np.sum(p * delta[rows]))
+def lookup_flows(head: Any, pairs: Pairs, table: Table) -> Iterator[tuple[Node, tuple[np.ndarray, ...], np.ndarray]]:
+    """Yields of every lookup of a table the tree of its gradient, the index of the entry that every seen pair reads,
+    and [q_len, k_len], its gradient.
+    """
+    env, seen = head.env | {"s": pairs.products}, pairs.seen
+    for lookup, tree in () if pairs.back is None else pairs.back.entries:
+        if lookup.value is table:
+            index = (evaluate(a, env, seen=seen, beyond=head.beyond) for a in lookup.args)
+            entries = tuple(np.broadcast_to(x, seen.shape)[seen] for x in index)
+            yield tree, entries, flow_through(head, tree, pairs.products, pairs.ds, seen)
 
 
 def sink_weights(head: Any, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which rows see a sink, its weight in each, and the exponent that this is the power of."""
+    """Returns which rows see a sink, its weight in each, and the exponent that this is the power of."""
     sinks = head.problem.sinks
     sink = -np.inf if sinks is None else sinks[int(head.env["h"])]
     rows = (lse != -np.inf) & (sink != -np.inf)

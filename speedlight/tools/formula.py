@@ -20,7 +20,7 @@ from ..expressions.symbols import Symbol
 
 _PATTERNS = ("causal", "window", "prefix", "padding", "dilated", "softcap", "alibi")
 _FUNCTIONS = ("where", "minimum", "maximum", "exp", "exp2", "log", "log2", "tanh", "sqrt", "abs", "sigmoid", "floor",
-              "sin", "cos", "tan", "erf")  # fmt: skip
+              "sin", "cos", "tan", "erf", "log1p", "expm1")  # fmt: skip
 _BINARY = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,

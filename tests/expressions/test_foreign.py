@@ -20,13 +20,14 @@ SCORES = np.array([-2.5, -1.0, -0.5, 0.0, 0.25, 1.0, 1.5, 3.0])
 QUERIES = np.array([7, -3, 5, 0, 2, 9, 4, 6])
 KEYS = np.array([2, 2, -3, 4, 1, 3, 8, 5])
 ENV = {"s": SCORES, "b": np.array(1), "h": np.array(2), "i": QUERIES, "j": KEYS}
-POSITIVE = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
+POSITIVE = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "log1p"}
 INTEGERS = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "invert", "__and__", "__or__", "__xor__"}
 SHIFTS = {"bitwise_left_shift", "bitwise_right_shift", "left_shift", "right_shift", "__lshift__", "__rshift__"}
 ONE = {
     "neg", "negative", "square", "reciprocal", "logical_not", "bitwise_not", "invert", "abs", "absolute", "fabs",
     "relu", "sign", "floor", "ceil", "trunc", "fix", "exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid", "expit",
     "sin", "cos", "tan", "erf", "silu", "gelu", "leaky_relu", "relu6",
+    "log1p", "expm1", "softplus", "logsigmoid", "elu", "celu", "selu", "mish", "hardsigmoid", "hardswish", "softsign",
     "isnan", "isinf", "isfinite", "positive", "log10", "hardtanh",
     "rsqrt", "zeros_like", "ones_like",
 }  # fmt: skip
@@ -92,6 +93,30 @@ def test_methods_of_tensors(name):
         return getattr(x, name)(*others) * 1
 
     np.testing.assert_allclose(of_symbols(call), want, rtol=1e-12)
+
+
+F = torch.nn.functional
+ACTIVATIONS = {
+    "softplus": F.softplus, "softplus(2, 3)": functools.partial(F.softplus, beta=2.0, threshold=3.0),
+    "logsigmoid": F.logsigmoid, "silu": F.silu, "gelu": F.gelu, "relu": F.relu, "mish": F.mish, "softsign": F.softsign,
+    "elu": F.elu, "elu(0.5)": functools.partial(F.elu, alpha=0.5), "celu(2)": functools.partial(F.celu, alpha=2.0),
+    "selu": F.selu, "hardsigmoid": F.hardsigmoid, "hardswish": F.hardswish,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_slopes(name):
+    """At kinks, where they vanish or are lines, and where an exponential overflows. PyTorch has slopes of 1/6 rounded
+    to float32.
+    """
+    x = torch.tensor([-800, -50, -2.5, -1e-9, -0.0, 0.0, 1e-9, 1.5, 2.5, 25, 50, 800], dtype=torch.float64)
+    want = ACTIVATIONS[name](x.requires_grad_())
+    (slopes,) = torch.autograd.grad(want.sum(), x)
+    score = sl.expression(lambda s, b, h, i, j: ACTIVATIONS[name](s))
+    env = {"s": x.detach().numpy(), "d": np.float64(1)}
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(evaluate(score.root, env), want.detach().numpy(), rtol=1e-12, atol=1e-300)
+        np.testing.assert_allclose(evaluate(flows(score.root).s, env), slopes.numpy(), rtol=1e-7, atol=1e-15)
 
 
 def arguments(name, s, i, j):

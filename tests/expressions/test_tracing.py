@@ -234,7 +234,7 @@ def long_erf(x):
 
 
 EXACT = {"sigmoid": lambda y: 1 / (1 + np.exp(-y)), "erf": long_erf}
-FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid", "sin", "cos", "tan", "erf")  # of a head each
+FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid", "log1p", "expm1", "sin", "cos", "tan", "erf")
 
 
 def of_each_function(points):
@@ -257,7 +257,7 @@ def test_functions_are_accurate(isa):
     x = np.concatenate([np.linspace(-90, 90, 20001), np.geomspace(1e-30, 80, 5000), -np.geomspace(1e-30, 80, 5000)])
     of_pi = (245850922, 14885392687, 21053343141)  # nearly whole multiples of it
     far = np.concatenate([np.geomspace(1e-30, 2.0**40, 10000 - len(of_pi)), of_pi])
-    of = dict.fromkeys(("log", "log2", "sqrt"), np.abs(x))
+    of = dict.fromkeys(("log", "log2", "sqrt"), np.abs(x)) | {"log1p": np.where(x < -1, np.tanh(x / 90), x)}
     of |= dict.fromkeys(("sin", "cos", "tan"), np.concatenate([x[:20001:2], far, -far]))
     special = [np.inf, -np.inf, np.nan, 2.0**40 * (1 + 2.0**-20), -3e38, 0.0]
     for dtype, unit in (("float32", 2.0**-23), ("float64", 2.0**-52)):

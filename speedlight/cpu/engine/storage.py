@@ -65,7 +65,7 @@ def _put_of(
     """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie."""
 
     def make() -> AppendCall:
-        new = [self.new(x, store.memory, counts) for x, store in ((k, self.keys[0]), (v, self.values[0]))]
+        new = [self._new(x, store.memory, counts) for x, store in ((k, self.keys[0]), (v, self.values[0]))]
         return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
 
     return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
@@ -156,7 +156,7 @@ class CacheStorage:
             slots = lengths if not done else [n + done for n in lengths]
             self._put_of(k, v, part).start((k_at, v_at, *self.addresses[layer]), slots)
 
-    def new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
+    def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
         """Says where new keys or values of each sequence lie, and where its memory begins."""
         item, head, row, column = x.strides
         items, to = ([i * step for i in range(self.batch)] for step in (item, memory.strides[0]))
@@ -354,7 +354,7 @@ class PoolStorage:
             addresses = (address_of(k), address_of(v), *self.addresses[layer])
             self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 
-    def new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
+    def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
         """Says where new keys or values of each sequence lie: one's after the other's; tables tell where they go."""
         row, head, column = x.strides
         first = [n * row for n in itertools.accumulate(counts, initial=0)]

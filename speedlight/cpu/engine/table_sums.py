@@ -11,12 +11,12 @@ from ...expressions.tables import Table
 from ...expressions.tree import Node
 from ...host.rounding import standard
 from ...host.tunings import Ranges
+from ...problem.biases import shares_of
 from ...problem.problem import Problem
 from ..kernels.score_backward import at_positions, by_rows, changes_flow
 from ..memory.records import SHARE_OF
 from .backward_schedule import blocks_of_positions, side_by_side
 
-_SHARES, _SHARE_BYTES = 64, 64 << 20  # of gradients of tables, and bytes of all shares together
 _POSITIONS = 4  # blocks of queries, from which on a share is what is at the same positions
 
 
@@ -59,7 +59,7 @@ def sums_of(problem: Problem, tables: tuple[Table, ...]) -> TableSums | None:
     program = Program.of_entries(problem.mask, problem.score, problem.box(), tables)
     lookups = [node for node, _ in program.entries]
     single = frozenset(id(n.value) for n in lookups if _has_one_term(problem, program, n))
-    shares = max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, sum(t.array.size for t in tables)))))
+    shares = shares_of(sum([t.array.size for t in tables]))
     # where sums have one term, or there would be one share, shares by positions give the same bits
     few = shares == 1 or blocks_of_positions(problem) >= _POSITIONS or all([id(n.value) in single for n in lookups])
     one = few and all([at_positions(program, n) for n in lookups])

@@ -1,7 +1,7 @@
 """Elementary functions on vectors of f32 or f64: at most 2 ulp (sigmoid, tan 3); exp, exp2: +0 where it would be
 subnormal.
 
-NaN stays NaN. exp, tanh and sigmoid share one expansion: x = n·ln2 + r, e^r - 1 = r·Q(r) with |r| <= 0.35.
+NaN stays NaN. exp, expm1, tanh and sigmoid share one expansion: x = n·ln2 + r, e^r - 1 = r·Q(r) with |r| <= 0.35.
 """
 
 from __future__ import annotations
@@ -102,6 +102,19 @@ def sigmoid(k: Function, x: Value) -> Value:
     return one / (exp(k, -x) + one)
 
 
+def expm1(k: Function, x: Value) -> Value:
+    """2^n · (e^r - 1) + (2^n - 1), relatively exact; of half of 2^n, as 2^n itself may overflow."""
+    double = element_of(x.type) is F64
+    most = _RANGE[element_of(x.type)][1]
+    inside = k.max(k.min(x, k.const(most, x.type)), k.const(-80.0 if double else -40.0, x.type))
+    r, power = _reduced(k, inside)
+    half = (k.const(0.5, x.type).bits(power.type) + power).bits(x.type)
+    y = k.fma(half, _expansion(k, r), half - 0.5) * 2.0
+    y = k.select(x > most, k.const(math.inf, x.type), y)
+    is_tiny = k.abs(x) < 2.0**-55  # and -0, and numbers whose half would be rounded
+    return k.select(x.differs(x) | is_tiny, x, y)
+
+
 def log(k: Function, x: Value, factor: float = 1.0) -> Value:
     """Returns ln x in f64, times a factor; NaN below 0."""
     y = natural_log(k, x) * factor
@@ -116,20 +129,50 @@ def natural_log(k: Function, x: Value) -> Value:
     """ln x for x >= 0 in f64: exponent and mantissa apart, 2 atanh((z-1)/(z+1)) by its series; error below 2 ulp."""
     t = x.type
     tiny = x < 2.0**-1022
-    bits = k.select(tiny, x * 2.0**54, x).bits(like(x, I64))
-    above = bits - 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2): the exponent counts from there
-    exponent = Value(k, k.b.ashr(above.x, k.const(52, above.type).x))
-    z = (bits - (exponent << 52)).bits(t)
+    exponent, z = _exponent_and_mantissa(k, k.select(tiny, x * 2.0**54, x))
     ratio = (z - 1.0) / (z + 1.0)
-    square = ratio * ratio
-    series = k.const(0.0, t)
-    for n in range(23, 1, -2):
-        series = k.fma(series, square, k.const(1.0 / n, t))
+    square, series = _arc_tangent_series(k, ratio)
     e = k.to_float(exponent, t) - k.select(tiny, k.const(54.0, t), k.const(0.0, t))
     twice = ratio + ratio
     result = k.fma(e, k.const(0.6931471805599453, t), k.fma(twice * square, series, twice))
     result = k.select(x.equals(0.0), k.const(-math.inf, t), result)
     return k.select((x < math.inf) & (x >= 0.0), result, x)
+
+
+def _exponent_and_mantissa(k: Function, x: Value) -> tuple[Value, Value]:
+    """Returns x as an integer e and z from sqrt(1/2) to sqrt(2): x = 2^e · z."""
+    bits = x.bits(like(x, I64))
+    above = bits - 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2): the exponent counts from there
+    exponent = Value(k, k.b.ashr(above.x, k.const(52, above.type).x))
+    return exponent, (bits - (exponent << 52)).bits(x.type)
+
+
+def _arc_tangent_series(k: Function, ratio: Value) -> tuple[Value, Value]:
+    """Returns t = ratio² and S(t): atanh(ratio) = ratio + ratio · t · S(t)."""
+    square = ratio * ratio
+    series = k.const(0.0, ratio.type)
+    for n in range(23, 1, -2):
+        series = k.fma(series, square, k.const(1.0 / n, ratio.type))
+    return square, series
+
+
+def log1p(k: Function, x: Value) -> Value:
+    """ln(1 + x) in f64: as natural_log, but of x / (x + 2) near 0, and with what 1 + x lost to rounding elsewhere."""
+    t = x.type
+    u = x + 1.0
+    rest = u - x
+    lost = (x - (u - rest)) + (k.const(1.0, t) - rest)
+    exponent, z = _exponent_and_mantissa(k, u)
+    is_near = exponent.equals(0)
+    above = k.select(is_near, x, z - 1.0)
+    ratio = above / (above + 2.0)
+    square, series = _arc_tangent_series(k, ratio)
+    twice = ratio + ratio
+    below = k.fma(twice * square, series, twice) + k.select(is_near, k.const(0.0, t), lost / u)
+    y = k.fma(k.to_float(exponent, t), k.const(0.6931471805599453, t), below)
+    y = k.select(u > 0.0, y, k.select(u.equals(0.0), k.const(-math.inf, t), k.const(math.nan, t)))
+    is_itself = (k.abs(x) < 2.0**-54) | x.equals(math.inf) | x.differs(x)
+    return k.select(is_itself, x, y)
 
 
 # pi/2 as a sum: n times the first, and less, is exact in an fma; 160 bits for n up to 2^40
@@ -231,6 +274,8 @@ FUNCTIONS: dict[str, Any] = {
     "exp2": exp2,
     "log": _in_double(log),
     "log2": _in_double(log2),
+    "log1p": _in_double(log1p),
+    "expm1": expm1,
     "tanh": tanh,
     "sqrt": sqrt,
     "sigmoid": sigmoid,

@@ -34,6 +34,7 @@ from speedlight.cpu.engine import backward_call as differentiate
 from speedlight.cpu.engine import table_sums
 from speedlight.cpu.memory.records import HEAD, LEFT, LIMIT, SCRATCH, TICKET, WORKER
 from speedlight.cpu.runtime import launch, workers
+from speedlight.problem import biases
 
 linux = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 
@@ -153,7 +154,7 @@ def followed(rng, monkeypatch) -> Any:
         return s + table[i - 100, j]
 
     given = problem(rng, "float64", 4, 2, 500, 600, 16, 16, score=score)  # whose sums tell in what order they were made
-    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(biases, "_SHARE_BYTES", 1)
     monkeypatch.setattr(table_sums.TableSums, "beside", lambda *_: False)
 
     def call() -> Any:

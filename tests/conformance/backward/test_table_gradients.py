@@ -20,6 +20,7 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.cpu.engine import backward_call, table_sums
 from speedlight.cpu.engine.backward_schedule import tickets_of_tables
+from speedlight.problem import biases
 from speedlight.problem.problem import Problem
 
 RNG = np.random.default_rng(7)
@@ -100,7 +101,7 @@ def test_shares_know_the_problem_alone(rng, monkeypatch):
     """Few where tables are large: the sums of all of them stay within a limit."""
     score, tables = FORMS["two tables"]
     arrays, options = problem("bfloat16", rng, score, dropout=0.2, seed=5)
-    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
+    monkeypatch.setattr(biases, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
     assert_gradients(arrays[:3], arrays[3:], grads=tables, **options)
 
 
@@ -122,7 +123,7 @@ ROWWISE = {
 def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch):
     """For any threads, with NaN that is seen, and tables of either type."""
     shape, read = ROWWISE[name]
-    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(biases, "_SHARE_BYTES", 1)
     more: dict[str, Any] = {"k_start": 1024, "q_start": 1024 + int(rng.integers(0, 190)), "dropout": 0.1, "seed": 3}
     ends: dict[str, dict[str, Any]] = {
         "float32": {"mask": sl.window(150, 40)},
@@ -146,7 +147,7 @@ def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch)
 @pytest.mark.parametrize("name", ["one of all heads", "one of each head"][: 2 if FULL else 1])
 def test_packed_rows_have_the_bits_of_entries_one_by_one(rng, name, monkeypatch):
     shape, read = ROWWISE[name]
-    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(biases, "_SHARE_BYTES", 1)
     t = sl.table(rng.standard_normal(shape).astype(np.float32))
     scores = [
         lambda s, b, h, i, j: s + read(t, b, h, i, j),
@@ -208,7 +209,7 @@ def test_dense_scores_beside_dq_dk_and_dv(rng, name, dtype, monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 def test_keys_that_a_table_lacks_are_hidden(rng, monkeypatch):
     """Rows of 61 entries, 300 keys: nothing is written before a table's sums, or past them."""
-    monkeypatch.setattr(table_sums, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(biases, "_SHARE_BYTES", 1)
     t, memory = sl.table(rng.standard_normal((103, 61))), Guarded(1 << 20)
     for first, side in ((0, "over"), (90, "over"), (90, "under")):
         arrays, options = problem(
@@ -315,3 +316,26 @@ def test_rows_past_q_lengths_do_not_exist(rng):
     with np.errstate(all="raise"):
         got = sl.attention_backward(q, k, v, out, lse, d_out, grads=("sink_logits",), **options)[3][0]
     assert np.isfinite(want).all() and (got == want).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_bias_that_is_shared_has_the_bits_of_its_shares(monkeypatch, seed):
+    """Broadcast to every item and head, and added by the host: as it is summed where queries are many."""
+    r = np.random.default_rng(seed)
+    batch, kv_heads, group, d = int(r.integers(1, 5)), int(r.integers(1, 4)), int(r.integers(1, 3)), 16
+    heads, rows, keys = kv_heads * group, int(r.choice([5, 60, 197, 400])), int(r.choice([7, 64, 150]))
+    kind = [np.float32, np.float64, np.float16][r.integers(3)]
+    q, k = (r.standard_normal((batch, n, m, d)).astype(kind) for n, m in ((heads, rows), (kv_heads, keys)))
+    shape = [(rows, keys), (1, heads, rows, keys), (batch, 1, rows, keys), (heads, rows, keys)][seed % 4]
+    options = {"score": sl.table(r.standard_normal(shape).astype(np.float32)), "causal": bool(r.integers(2))}
+    out, lse = sl.attention(q, k, k, return_lse=True, **options)
+    call = q, k, k, out, lse, r.standard_normal(out.shape).astype(kind)
+    broadcast = []
+    real = biases.reduced
+    monkeypatch.setattr(sl.calls.backward, "reduced", lambda x, grad: (broadcast.append(x.shape), real(x, grad))[1])
+    found = sl.attention_backward(*call, grads=(options["score"],), **options)
+    monkeypatch.setattr(biases, "_adds_in_order", lambda *_: False)
+    want = sl.attention_backward(*call, grads=(options["score"],), **options)
+    assert broadcast == [(batch, heads, rows, keys), shape]
+    for a, b in zip((*found[:3], *found[3]), (*want[:3], *want[3]), strict=True):
+        assert a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -1,0 +1,254 @@
+"""Programs that nobody here wrote, of transformers and PyTorch, stock and with our attention: part of `run.py models`.
+
+Small models of random weights: what counts is which calls of attention they make, and what comes between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are random; nothing is fetched
+
+import torch
+import torch.nn.functional as F
+from contenders import Clock, Contender, Problem
+from torch import nn
+
+import speedlight.torch
+import speedlight.transformers
+
+transformers: Any = importlib.import_module("transformers")  # untyped, as in language_models.py
+
+KINDS = ("decoding", "encoders", "training")
+_NEW = 64  # tokens of a generation
+Run = Callable[[], list[torch.Tensor]]
+
+
+def problems(kind: str) -> Iterator[Problem]:
+    """Makes problems of a kind, or of all, one after another."""
+    if kind not in ("", *KINDS):
+        return
+    transformers.utils.logging.set_verbosity_error()
+    speedlight.transformers.register()
+    if kind in ("", "decoding"):
+        for prompt in (16, 512, 4096):
+            yield _generation(f"Llama, greedy, {_NEW} tokens after {prompt}", _llama, prompt)
+        for prompt in (64, 512):
+            yield _generation(f"Llama, left-padded, 4 x {_NEW} tokens after {prompt}", _llama, prompt, batch=4)
+        yield _generation(f"Mistral, window 128, {_NEW} tokens after 512", _mistral, 512)
+        yield _asked(f"T5, {_NEW} tokens after 128", *_t5_generation())
+        yield _asked(f"whisper, {_NEW} tokens of 30 s", *_whisper_generation())
+    if kind in ("", "encoders"):
+        yield _asked("BERT, 8 padded texts of up to 128 tokens", *_bert())
+        yield _asked("ViT, 8 images of 197 tokens", *_vit(training=False))
+    if kind in ("", "training"):
+        yield _asked("ViT, a step, 4 images of 197 tokens", *_vit(training=True))
+        yield _asked("BEiT, a step, 2 images of 197 tokens, bias with gradient", *_beit())
+        yield _asked("Swin, a step, 2 images, windows of 49 tokens", *_swin())
+        yield _asked("T5, a step, 4 x 256 tokens, bias with gradient", *_t5_step())
+        for dropout in (0.0, 0.1):
+            yield _asked(f"nanoGPT, a step, 4 x 256 tokens, dropout {dropout}", *_nano_gpt(dropout))
+
+
+# --- how a program gets our attention
+
+
+def _asked(name: str, clock: Clock, run: Run) -> Problem:
+    """A program that calls PyTorch's attention: ours by speedlight.torch.sdpa()."""
+
+    def timed() -> tuple[list[torch.Tensor], float]:
+        clock.inside = 0.0
+        return run(), clock.inside
+
+    stock = Contender(timed, lambda: _clocked(clock, speedlight.torch.sdpa(False)))
+    ours = Contender(timed, lambda: _clocked(clock, speedlight.torch.sdpa()))
+    return Problem(f"{name}, float32", {"speedlight": ours, "torch": stock})
+
+
+@contextlib.contextmanager
+def _clocked(clock: Clock, way: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Times F.scaled_dot_product_attention, forwards and backwards."""
+    whole = F.scaled_dot_product_attention
+
+    def timed(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            return clock.attend(lambda q, k, v: whole(q, k, v, *more, **options), query, key, value)
+        clock.begin()
+        out = whole(query, key, value, *more, **options)
+        clock.end()
+        return out
+
+    try:
+        F.scaled_dot_product_attention = timed
+        with way:
+            yield
+    finally:
+        F.scaled_dot_product_attention = whole
+
+
+def _generation(name: str, make: Callable[[], Any], prompt: int, batch: int = 1) -> Problem:
+    """generate() by implementations' names; a batch has padding on the left, of half the longest prompt at most."""
+    model = make().eval()
+    ids = torch.randint(3, 1000, (batch, prompt), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for item in range(batch):
+        mask[item, : item * prompt // (2 * batch)] = 0
+
+    @torch.inference_mode()
+    def run(implementation: str, cache: bool) -> tuple[list[torch.Tensor], None]:
+        model.set_attn_implementation(implementation)
+        more = {"past_key_values": speedlight.transformers.Cache(model.config)} if cache else {}
+        found = model.generate(
+            ids, attention_mask=mask, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False, pad_token_id=0, **more
+        )
+        return [found], None
+
+    contenders = {"speedlight": Contender(lambda: run("speedlight", False))}
+    if batch == 1:
+        contenders["our Cache"] = Contender(lambda: run("speedlight", True))
+    contenders["torch"] = Contender(lambda: run("sdpa", False))
+    return Problem(f"{name}, float32", contenders)
+
+
+def _step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Run:
+    """A forward and a backward pass: the loss, and all gradients in one: those of keys' biases are noise."""
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        total = loss()
+        total.backward()
+        return [total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
+
+    return run
+
+
+def _once(model: nn.Module, call: Callable[[], torch.Tensor]) -> Run:
+    model.eval()
+
+    def run() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [call()]
+
+    return run
+
+
+# --- models
+
+_DECODER = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
+            "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 8192}  # fmt: skip
+_ENCODER = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
+_T5 = {
+    "vocab_size": 1000,
+    "d_model": 384,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "num_layers": 6,
+    "num_heads": 6,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def _llama() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER))
+
+
+def _mistral() -> Any:
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**_DECODER, sliding_window=128))
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 1000, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _images(count: int) -> torch.Tensor:
+    return torch.randn(count, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+
+
+def _bert() -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    model, ids = transformers.BertModel(transformers.BertConfig(vocab_size=1000, **_ENCODER)), _ids(8, 128)
+    mask = (torch.arange(128) < torch.arange(128, 0, -16)[:, None]).long()
+    return Clock(), _once(model, lambda: model(input_ids=ids, attention_mask=mask)[0] * mask[..., None])
+
+
+def _vit(training: bool) -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    model, x = transformers.ViTModel(transformers.ViTConfig(**_ENCODER)), _images(4 if training else 8)
+    if training:
+        return Clock(), _step(model, lambda: model(pixel_values=x)[0].square().mean())
+    return Clock(), _once(model, lambda: model(pixel_values=x)[0])
+
+
+def _beit() -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    config = transformers.BeitConfig(**_ENCODER, use_relative_position_bias=True, drop_path_rate=0.0)
+    model, x = transformers.BeitModel(config), _images(2)
+    return Clock(), _step(model, lambda: model(pixel_values=x)[0].square().mean())
+
+
+def _swin() -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    config = transformers.SwinConfig(embed_dim=64, depths=[2, 2, 4], num_heads=[2, 4, 8], drop_path_rate=0.0)
+    model, x = transformers.SwinModel(config), _images(2)
+    return Clock(), _step(model, lambda: model(pixel_values=x)[0].square().mean())
+
+
+def _t5_step() -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    model, ids = transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5, dropout_rate=0.0)), _ids(4, 256)
+    return Clock(), _step(model, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+def _t5_generation() -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    model, ids = transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5)), _ids(1, 128)
+    return Clock(), _once(model, lambda: model.generate(ids, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False))
+
+
+def _whisper_generation() -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 6)
+    sizes |= dict.fromkeys(("encoder_layers", "decoder_layers"), 4)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 1536)
+    config = transformers.WhisperConfig(
+        vocab_size=1000, d_model=384, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        suppress_tokens=[], begin_suppress_tokens=[],
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    x = torch.randn(1, 80, 3000, generator=torch.Generator().manual_seed(0))
+    return Clock(), _once(
+        model, lambda: model.generate(x, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False, num_beams=1)
+    )
+
+
+class _Block(nn.Module):
+    """nanoGPT's block."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        x = x + self.out(out.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def _nano_gpt(dropout: float) -> tuple[Clock, Run]:
+    """With dropout other weights are dropped by each: then only the loss's size is compared."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 384), *[_Block(384, 6, dropout) for _ in range(6)], nn.Linear(384, 1000))
+    ids = _ids(4, 257)
+    run = _step(model, lambda: F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
+    return Clock(), run if not dropout else lambda: [run()[0].detach().round()]
