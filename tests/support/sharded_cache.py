@@ -144,6 +144,8 @@ def case_shorter() -> None:
     both.all.append(0, k, k)
     both.all.append(1, *[k[:, :, :4]] * 2, shard="contiguous")
     assert both.all.ranks == 1 or "expected tokens that lie alike" in refused(lambda: both.all.truncate([5, 5]))
+    both.all.clear()  # wherever they lie
+    assert both.all.lengths(0) == both.all.lengths(1) == (0, 0)
 
 
 def case_files() -> None:
@@ -270,7 +272,8 @@ def case_failures() -> None:
     both.attend(20)
     before, own = both.all.counts(0), both.all.keys(0).copy()
     last = dist.get_rank() == dist.get_world_size() - 1
-    put, q, k = both.all._local.append, both.drawn(HEADS, 3), both.drawn(KV, 3)
+    n = 16 * dist.get_world_size()  # some of them are the last rank's
+    put, q, k = both.all._local.append, both.drawn(HEADS, n), both.drawn(KV, n)
 
     def interrupted(*given: Any, **options: Any) -> None:
         put(*given, **options)
