@@ -132,8 +132,8 @@ LARGE_PAGE = 2 << 20  # bytes
 
 def reserved(shape: tuple[int, ...]) -> np.ndarray:
     """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
-    no memory. Pages are large unless a head, (…, blocks, bytes), has one or more to itself: most of it would be zeroed for
-    nothing where a sequence is short of the capacity.
+    no memory. Pages are large unless a head, (…, blocks, bytes), has one or more to itself: most of it would be zeroed
+    for nothing where a sequence is short of the capacity.
     """
     count = math.prod(shape)
     try:
