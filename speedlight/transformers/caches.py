@@ -318,12 +318,15 @@ class Cache(theirs.DynamicCache):
             raise ArgumentTypeError(f"config: expected model.config; got a {type(config).__name__}.")
         config = config.get_text_config(decoder=True)
         kinds, options = theirs.get_layer_types_and_kwargs(config)
+        self._decodes = bool(getattr(config, "is_encoder_decoder", False))
+        decoders = getattr(config, "num_decoder_layers", None)  # of T5's kin, whose num_hidden_layers is the encoder's
+        if self._decodes and decoders is not None and len(set(kinds)) == 1:
+            kinds, options = kinds[:1] * decoders, options[:1] * decoders
         room = _read_capacity(config) if capacity is None else capacity
         (room,) = checked_sizes({"capacity": room})
         kept = None if dtype is None else cache_dtype(dtype)
         layers = [_make_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
         theirs.Cache.__init__(self, layers=layers)
-        self._decodes = bool(getattr(config, "is_encoder_decoder", False))
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **more: Any) -> Any:
         """Takes a layer's tokens, as its attention calls it."""

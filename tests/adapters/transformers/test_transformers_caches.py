@@ -176,6 +176,23 @@ def test_messages_name_what_was_given(llama, tokens):
         t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
 
 
+@pytest.mark.parametrize("layers", [(3, 1), (2, 2)])
+def test_a_decoder_of_fewer_layers_than_its_encoder(tokens, layers):
+    from transformers import EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_heads": 2, "eos_token_id": None}
+    sizes |= {"num_layers": layers[0], "num_decoder_layers": layers[1], "decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**sizes)).double().eval()
+    cache = Cache(model.config, capacity=32)
+    assert len(cache.layers) == layers[1]
+    got = generated(model, "speedlight", tokens, past_key_values=EncoderDecoderCache(cache, DynamicCache()))
+    assert torch.equal(got, generated(model, "sdpa", tokens))
+    if layers[1] > 1:
+        with pytest.raises(sl.Error, match=r"expected transformers' EncoderDecoderCache"):
+            generated(model, "speedlight", tokens, past_key_values=Cache(model.config, capacity=32))
+
+
 @pytest.mark.parametrize(("dtype", "near"), [("int8", 0.02), ("fp8", 0.1)])
 def test_codes(llama, tokens, dtype, near):
     """A cache of codes is near, and takes half of the memory."""
