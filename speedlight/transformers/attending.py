@@ -59,8 +59,9 @@ def attention_forward(
         s_aux: a logit per query head that joins the softmax's denominator, as gpt-oss has it.
         position_bias: added to scores; broadcasts to (batch, q_heads, q_len, k_len).
         cache: a PagedAttentionCache of continuous batching, which takes key and value and gives those to attend to.
-        more: cu_seq_lens_q and cu_seq_lens_k, offsets of packed sequences (batch 1); names that change nothing; any
-            other, if it is not None or False, is an error.
+        more: cu_seq_lens_q and cu_seq_lens_k, offsets of packed sequences (batch 1); indices, ints of (batch, q_len,
+            count), the keys that sparse attention has chosen of those that the mask shows; names that change nothing;
+            any other, if it is not None or False, is an error.
 
     Returns:
         (output, None): (batch, q_len, q_heads, value_dim), contiguous. There are no weights.
@@ -77,6 +78,7 @@ def attention_forward(
     """
     _check_weights(more)
     if more and not harmless.issuperset(more):
+        attention_mask, more = _read_chosen(key, attention_mask, more)
         _check_unknown(module, more)
     if cache is not None:
         key, value = _append_paged(module, key, value, cache, more)
@@ -131,6 +133,20 @@ def _check_unknown(module: Any, more: dict[str, Any]) -> None:
                 f"{shown(more[name])}. If it changes nothing of the attention, register(harmless=({name!r},)); else "
                 "use another attn_implementation."
             )
+
+
+def _read_chosen(key: torch.Tensor, mask: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the mask of keys that an indexer has chosen (DeepSeek-V3.2's and its kin's), and the other options."""
+    chosen = more.get("indices")
+    if not isinstance(chosen, torch.Tensor) or chosen.is_floating_point() or chosen.ndim != 3:
+        return mask, more
+    if "indices" in harmless or not isinstance(mask, (MaskSpec, torch.Tensor)):
+        return mask, more
+    dense = mask.dense() if isinstance(mask, MaskSpec) else mask
+    hidden = torch.ones(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+    hidden = hidden.scatter(-1, chosen.long(), False)[:, None]
+    joined = dense & ~hidden if dense.dtype == torch.bool else dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
+    return joined, {name: x for name, x in more.items() if name != "indices"}
 
 
 def _check_masked(module: Any) -> None:

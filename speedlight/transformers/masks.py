@@ -6,11 +6,13 @@ become options of attention(); any other is traced.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import transformers.masking_utils as theirs
+from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
 from ..torch.attending import Options
@@ -23,6 +25,8 @@ _NONE = torch.empty(0)
 _CHUNKED = theirs.chunked_overlay(1, _NONE).__code__
 _PACKED = theirs.packed_sequence_mask_function(_NONE).__code__
 _REMAPPED = theirs.remap_positions_for_packed_sequence(_CAUSAL, _NONE).__code__
+# models that add keys of their own, and then to the mask, if it is a tensor
+_TENSORS = frozenset(("deepseek_v4",))
 # the padding seen last, of all models: its expression is taken again while masks say the same, as they do from token
 # to token of a generation
 _last_padding: tuple[torch.Tensor, Expression] | None = None
@@ -41,8 +45,8 @@ class _Pattern(NamedTuple):
 class MaskSpec:
     """A mask as attention_mask() gives it to a model, which hands it on to attention_forward().
 
-    It is what a tensor of shape (batch, 1, q_len, k_len) would say. Positions count from a sequence's first token: of
-    the queries from q_offset on, of the keys from kv_offset on.
+    It is what a tensor of shape (batch, 1, q_len, k_len) would say, and becomes that tensor where a model computes with
+    it. Positions count from a sequence's first token: of the queries from q_offset on, of the keys from kv_offset on.
 
     >>> from transformers.masking_utils import sliding_window_causal_mask_function
     >>> from speedlight.transformers import attention_mask
@@ -51,16 +55,24 @@ class MaskSpec:
     """
 
     __slots__ = (
-        "__weakref__", "_in_cache", "_options", "_records", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len",
-        "q_offset",
+        "__weakref__", "_dense", "_in_cache", "_make_dense", "_options", "_records", "batch", "k_len", "kv_offset",
+        "padded", "pattern", "q_len", "q_offset",
     )  # fmt: skip
 
     def __init__(
-        self, batch: int, lengths: tuple[int, int], offsets: tuple[int, int], pattern: _Pattern, padded: Any
+        self,
+        batch: int,
+        lengths: tuple[int, int],
+        offsets: tuple[int, int],
+        pattern: _Pattern,
+        padded: Any,
+        make_dense: Callable[[], torch.Tensor],
     ) -> None:
         self.batch, (self.q_len, self.k_len), (self.q_offset, self.kv_offset) = batch, lengths, offsets
         self.pattern = pattern
         self.padded: torch.Tensor | None = padded  # (batch, at least kv_offset + k_len), if it hides anything
+        self._make_dense = make_dense
+        self._dense: torch.Tensor | None = None
         self._options: dict[str, Any] | None = None
         self._records: dict[float | None, Options] = {}
         self._in_cache: dict[int | None, Expression | None] = {}
@@ -86,12 +98,36 @@ class MaskSpec:
         """Returns itself: generate() asks, where a cache is static."""
         return self
 
-    def __getitem__(self, index: Any) -> Any:
-        raise _no_tensor()
+    def dense(self) -> torch.Tensor:
+        """Returns the tensor that it stands for, as "eager" has it: 0 where a key is seen, else the least of the dtype.
+
+        It is made once. Memory grows with q_len times k_len.
+        """
+        if self._dense is None:
+            self._dense = self._make_dense()
+        return self._dense
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        """Returns itself on a device, and a tensor in a dtype."""
+        if any([isinstance(x, (torch.dtype, torch.Tensor)) for x in (*args, *options.values())]):
+            return self.dense().to(*args, **options)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"MaskSpec has no attribute {name!r}.")
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.dense()[index]
+
+    def __add__(self, other: Any) -> torch.Tensor:
+        return self.dense() + other
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        raise _no_tensor()
+        plain = lambda x: x.dense() if type(x) is MaskSpec else x  # noqa: E731
+        return function(*tree_map(plain, args), **tree_map(plain, options or {}))
 
     @property
     def looks_at_queries(self) -> bool:
@@ -163,11 +199,23 @@ class MaskSpec:
         return self._in_cache[length]
 
 
-def _no_tensor() -> UnsupportedError:
-    return UnsupportedError(
-        "attention_mask: this model computes with its mask as a tensor; speedlight's is none. Leave "
-        "attn_implementation out; inside speedlight.torch.sdpa() what the model asks of PyTorch's attention comes here."
-    )
+def _make_dense(config: Any, options: dict[str, Any]) -> torch.Tensor:
+    """Returns transformers' own tensor of a mask, for models that compute with it and hand it on to attention."""
+    if config is not None and _attends_itself(type(config)):
+        raise UnsupportedError(
+            f"attn_implementation: models of {type(config).__name__} compute attention themselves, and would as ever; "
+            "got 'speedlight'. Leave attn_implementation out; inside speedlight.torch.sdpa() what the model asks of "
+            "PyTorch's attention comes here."
+        )
+    return theirs.eager_mask(**options)
+
+
+def _attends_itself(config: type) -> bool:
+    """Tells if a model of this config asks nobody for its attention, as far as transformers can say."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    found: Any = MODEL_MAPPING.get(config, ())  # pyright: ignore[reportArgumentType]
+    return not all([x._can_set_attn_implementation() for x in (found if isinstance(found, tuple) else (found,))])
 
 
 @torch.compiler.disable
@@ -180,7 +228,7 @@ def attention_mask(
     mask_function: Callable[..., Any] = _CAUSAL,
     attention_mask: torch.Tensor | MaskSpec | None = None,
     **more: Any,
-) -> MaskSpec:
+) -> MaskSpec | torch.Tensor:
     """Makes a mask for `attn_implementation="speedlight"`, as transformers calls it.
 
     Args:
@@ -189,8 +237,8 @@ def attention_mask(
         mask_function: (b, h, q_idx, kv_idx) -> bool, True where a key is seen, as transformers.masking_utils makes
             them, or any function of numbers and of tensors that it looks up.
         attention_mask: (batch_size, length) of bool, False where a token is padding; keys past its end are hidden.
-        more: config, dtype, device, use_vmap, local_size, allow_is_causal_skip, allow_is_bidirectional_skip: what
-            other implementations need.
+        more: config, dtype, device, use_vmap: of the tensor, where a model computes with its mask. local_size,
+            allow_is_causal_skip, allow_is_bidirectional_skip: what other implementations need.
 
     Raises:
         speedlight.Error: a mask function that cannot be traced, with the line.
@@ -212,7 +260,14 @@ def attention_mask(
         if seen.shape[1] < end:
             seen = torch.nn.functional.pad(seen, (0, end - seen.shape[1]))
         seen = None if bool(seen[:, offsets[1] : end].all()) else seen
-    return MaskSpec(batch_size, (q_length, kv_length), offsets, _make_pattern(_split(mask_function)), seen)
+    config, sizes = more.get("config"), (q_length, kv_length)
+    given = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": offsets[0]}
+    given |= {"kv_offset": offsets[1], "mask_function": mask_function, "attention_mask": seen}
+    given |= {name: more[name] for name in ("dtype", "device", "use_vmap") if name in more}
+    make = functools.partial(_make_dense, config, given)
+    if getattr(config, "model_type", None) in _TENSORS:
+        return make()
+    return MaskSpec(batch_size, sizes, offsets, _make_pattern(_split(mask_function)), seen, make)
 
 
 def _split(f: Callable[..., Any]) -> list[Callable[..., Any]]:

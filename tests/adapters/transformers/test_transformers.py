@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from conftest import FULL, ROOT
-from small_llama import BATCH, DIM, HEADS, HOLES, KV_HEADS, LEFT, RIGHT, SIZES, assert_equal, drawn, registered
+from small_llama import BATCH, DIM, HEADS, HOLES, KV_HEADS, LEFT, RIGHT, SIZES, assert_equal, drawn, registered, tokens
 
 import speedlight as sl
 import speedlight.transformers
@@ -21,7 +21,7 @@ with warnings.catch_warnings():  # of a first import, about libraries that are m
 
     from speedlight.transformers import masks
 
-__all__ = ["registered"]
+__all__ = ["registered", "tokens"]
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 attend, mask_of = (getattr(speedlight.transformers, x) for x in ("attention_forward", "attention_mask"))
@@ -216,9 +216,88 @@ def test_what_is_refused():
     with pytest.raises(sl.Error, match="cu_seq_lens_q: expected a batch of one"):
         attend(module, two, two, two, mask_of(2, 13, 13), cu_seq_lens_q=[0, 13])
     attend(module, q, q, q, spec, indices=None, output_attentions=False, position_ids=q, deterministic=True)
-    for use in (lambda: spec[:, :, :5], lambda: q + spec, lambda: torch.where(spec, q, 0.0)):
-        with pytest.raises(sl.Error, match="this model computes with its mask as a tensor"):
-            use()
+
+
+def test_a_mask_becomes_a_tensor_where_a_model_computes_with_it():
+    """Eager's, made once; never where nobody asks."""
+    given = {"batch_size": BATCH, **SQUARE, "attention_mask": LEFT, "dtype": torch.float64}
+    spec, want = mask_of(**given), masking_utils.eager_mask(**given)
+    assert spec.to("cpu") is spec and spec.contiguous() is spec and spec.ndim == 4 and spec._dense is None
+    x = drawn(BATCH, HEADS, 13, 13)
+    for got, eager in (
+        (spec[:, :, :5], want[:, :, :5]), (x + spec, x + want), (torch.cat([spec, x], 1), torch.cat([want, x], 1)),
+        (spec.masked_fill(want < 0, 1.0), want.masked_fill(want < 0, 1.0)), (spec.to(torch.bool), want.bool()),
+    ):  # fmt: skip
+        assert torch.equal(got, eager)
+    assert spec.dtype is torch.float64 and spec.dense() is spec.dense()
+    assert not hasattr(spec, "nothing_that_tensors_have") and not hasattr(spec, "__array__")
+    q = drawn(BATCH, HEADS, 13, DIM)
+    assert_equal(
+        attend(torch.nn.Module(), q, q, q, spec + 0)[0][LEFT], attend(torch.nn.Module(), q, q, q, spec)[0][LEFT]
+    )
+
+
+def test_models_that_hand_the_mask_on_make_no_tensor(monkeypatch, tokens):
+    monkeypatch.setattr(masks, "_make_dense", lambda *_: pytest.fail("a tensor of q_len x kv_len"))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    model.set_attn_implementation("speedlight")
+    model.generate(tokens, attention_mask=LEFT.long(), max_new_tokens=3, do_sample=False)
+    model(tokens, attention_mask=LEFT.long(), labels=tokens, use_cache=False).loss.backward()
+
+
+def test_keys_that_sparse_attention_has_chosen():
+    """`indices`, of each query; a key that the mask hides stays hidden."""
+    q, chosen = drawn(BATCH, HEADS, 13, DIM), torch.rand(BATCH, 13, 13, generator=torch.Generator().manual_seed(1))
+    chosen = chosen.topk(4, -1).indices
+    kept = torch.zeros(BATCH, 13, 13, dtype=torch.bool).scatter(-1, chosen, True)[:, None]
+    kept |= torch.eye(13, dtype=torch.bool)  # rows that see nothing are an average
+    chosen = torch.cat([chosen, torch.arange(13).expand(BATCH, 13)[..., None]], -1)
+    seen = dense(batch_size=BATCH, **SQUARE) & kept
+    for mask in (mask_of(BATCH, 13, 13, dtype=torch.float64), dense(batch_size=BATCH, **SQUARE)):
+        assert_equal(attend(torch.nn.Module(), q, q, q, mask, indices=chosen)[0], formula(q, q, q, seen))
+    with pytest.raises(sl.Error, match="indices: Module gives attention an option"):
+        attend(torch.nn.Module(), q, q, q, mask_of(BATCH, 13, 13), indices=chosen[0])
+
+
+@pytest.mark.parametrize("name", ["Doge", "Beit"])
+def test_models_that_compute_with_their_mask(name):
+    """Doge writes into it, BEiT adds its learned bias."""
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "Doge":
+        sizes = SIZES | {"keep_window_size": 8}
+        model = transformers.DogeForCausalLM(transformers.DogeConfig(**sizes)).double()
+        given = {"input_ids": torch.randint(1, 61, (2, 13)), "attention_mask": LEFT.long()}
+    else:
+        sizes = {x: SIZES[x] for x in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+        sizes |= {"image_size": 32, "patch_size": 8, "use_relative_position_bias": True, "drop_path_rate": 0.0}
+        model = transformers.BeitModel(transformers.BeitConfig(**sizes)).double()
+        given = {"pixel_values": drawn(2, 3, 32, 32)}
+    for x in model.parameters():
+        torch.nn.init.normal_(x, std=0.1)
+    results = []
+    for way in ("speedlight", "sdpa"):
+        model.set_attn_implementation(way)
+        model.zero_grad()
+        out = model(**given)[0]
+        out = out[LEFT] if name == "Doge" else out
+        out.pow(3).sum().backward()
+        results.append([out, *[p.grad for p in model.parameters() if p.grad is not None]])
+    for got, want in zip(*results, strict=True):
+        assert_equal(got / want.abs().max(), want / want.abs().max())
+
+
+def test_a_model_that_attends_itself_does_not_get_a_mask_to_do_it():
+    import transformers
+
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=2)
+    config._attn_implementation = "speedlight"
+    model = transformers.BloomForCausalLM(config)
+    with pytest.raises(
+        sl.Error, match=r"models of BloomConfig compute attention themselves.*speedlight.torch.sdpa\(\)"
+    ):
+        model(torch.ones(1, 5, dtype=torch.int64))
 
 
 def test_a_padding_mask_is_never_dropped():
