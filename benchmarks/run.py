@@ -5,6 +5,7 @@
     python benchmarks/run.py ranks 2              attention over two processes, beside one with all their threads
     python benchmarks/run.py base HEAD~1          this tree beside a commit of it; also compares the bits
     python benchmarks/run.py gpu                  a GPU beside its peers; needs no more than the engine does
+    python benchmarks/run.py architectures        those of transformers, small: are results what they are without us?
 
 Rows of all parts go to benchmarks/results/<machine>.json, a file for each family of CPUs; each row says its family, its
 commit, and whence its schedules came. Parts that are not run keep their rows. The others write to the file of --output.
@@ -46,8 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_run_all, default_turns=9, turns=None)
     parser.add_argument("--quick", dest="turns", action="store_const", const=3, help="three turns instead of nine")
     parser.add_argument("--only", default=_PARTS, help=f"parts of {_PARTS}")
-    whats = parser.add_subparsers(metavar="models | ranks | base | gpu")
-    for name, run in (("models", _run_models), ("ranks", _run_ranks), ("base", _run_base), ("gpu", _run_gpu)):
+    whats = parser.add_subparsers(metavar="models | ranks | base | gpu | architectures")
+    runs = {"models": _run_models, "ranks": _run_ranks, "base": _run_base, "gpu": _run_gpu}
+    for name, run in (runs | {"architectures": _run_architectures}).items():
         what = whats.add_parser(name)
         what.set_defaults(run=run, default_turns=5)
         what.add_argument("--turns", type=int, help="samples of each, in turn; default 5")
@@ -169,6 +171,17 @@ def _run_gpu(given: argparse.Namespace, turns: int) -> int:
     output = given.output and given.output / f"{_file_name(str(report['machine']))}.json"
     line = functools.partial(gpu.line, roofs=report["roofs"])
     return write_report(report, gpu.rows(turns, given.only), line, output)
+
+
+def _run_architectures(given: argparse.Namespace, turns: int) -> int:
+    import architectures
+
+    _check_kind(given.only, architectures.KINDS)
+    print(architectures.LEGEND, flush=True)
+    report: dict[str, Any] = {}
+    code = write_report(report, architectures.rows(given.only), architectures.line, given.output)
+    print(architectures.table(report["rows"]))
+    return code
 
 
 if __name__ == "__main__":

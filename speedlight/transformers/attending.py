@@ -38,6 +38,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     cache: Any = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -58,6 +59,7 @@ def attention_forward(
         softcap: scores become softcap · tanh(score / softcap).
         s_aux: a logit per query head that joins the softmax's denominator, as gpt-oss has it.
         position_bias: added to scores; broadcasts to (batch, q_heads, q_len, k_len).
+        sinks: a logit per row that joins the softmax's denominator, as Inkling 2 has it: (batch, q_heads, q_len, 1).
         cache: a PagedAttentionCache of continuous batching, which takes key and value and gives those to attend to.
         more: cu_seq_lens_q and cu_seq_lens_k, offsets of packed sequences (batch 1); indices, ints of (batch, q_len,
             count), the keys that sparse attention has chosen of those that the mask shows; names that change nothing;
@@ -86,7 +88,7 @@ def attention_forward(
         _check_masked(module)
     elif type(attention_mask) is MaskSpec:
         _check_fits(attention_mask, query, key)
-        if cache is softcap is s_aux is position_bias is None and not dropout:
+        if cache is softcap is s_aux is position_bias is sinks is None and not dropout:
             record = attention_mask.record(scaling)
             out = None if record is None else attend_again(query, key, value, record)
             if out is not None:
@@ -99,7 +101,7 @@ def attention_forward(
     if dropout:
         options |= {"dropout": dropout, "seed": int(draw_seed())}
     if type(key) is Kept and type(value) is Kept:
-        out = key.layer.attend_kept(query, key, attention_mask, options)
+        out = key.layer.attend_kept(query, key, attention_mask, options) if sinks is None else None
         if out is not None:
             return out, None
         key, value = key.stored(), value.stored()
@@ -109,12 +111,27 @@ def attention_forward(
         hidden = {"score": [options["score"], hidden["score"]]}
     options |= hidden
     offsets = options.get("cu_seqlens_q", more.get("cu_seq_lens_q"))
-    if offsets is not None and not isinstance(attention_mask, torch.Tensor):
+    if offsets is not None and not isinstance(attention_mask, torch.Tensor) and sinks is None:
         return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
     with TRANSFORMERS.renamed if position_bias is None else _BIASED:
+        if sinks is not None:
+            return _attend_beside_sinks(query, key, value, sinks, options).transpose(1, 2).contiguous(), None
         return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+
+
+def _attend_beside_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attends where each row has a sink: a row of weights is as much smaller as the denominator grows."""
+    if sinks.shape != (*query.shape[:3], 1) or "cu_seqlens_q" in options:
+        raise ArgumentError(
+            f"sinks: expected (batch, q_heads, q_len, 1) = {(*query.shape[:3], 1)}, and no packed sequences; got "
+            f"{tuple(sinks.shape)}. A logit per head is s_aux."
+        )
+    out, lse = attention(query, key, value, return_lse=True, **options)
+    return out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
 
 
 def _check_weights(more: dict[str, Any]) -> None:

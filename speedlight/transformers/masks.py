@@ -121,9 +121,6 @@ class MaskSpec:
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.dense()[index]
 
-    def __add__(self, other: Any) -> torch.Tensor:
-        return self.dense() + other
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         plain = lambda x: x.dense() if type(x) is MaskSpec else x  # noqa: E731
@@ -197,6 +194,21 @@ class MaskSpec:
                 masks.append(_make_padding(self.padded, in_cache=True))
             self._in_cache[length] = _join(masks) if masks else None
         return self._in_cache[length]
+
+
+def _operator(name: str) -> Any:
+    """Returns a method of MaskSpec: a tensor's, for numbers and tensors."""
+
+    def operate(self: MaskSpec, *others: Any) -> Any:
+        if not all([isinstance(x, (int, float, torch.Tensor)) for x in others]):
+            return NotImplemented
+        return getattr(self.dense(), name)(*others)
+
+    return operate
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "eq", "ne", "lt", "le", "gt", "ge", "invert"):
+    setattr(MaskSpec, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _make_dense(config: Any, options: dict[str, Any]) -> torch.Tensor:

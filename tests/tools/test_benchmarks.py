@@ -118,6 +118,34 @@ def test_language_models_have_the_same_results():
     assert len(row["ratios"]["sdpa"]) == 5 and len(row["attention_ratios"]["sdpa"]) == 5
 
 
+def test_architectures(monkeypatch):
+    """Equal, not taken, without attention; and one whose results are wrong on purpose."""
+    pytest.importorskip("transformers")
+    import architectures
+
+    architectures.speedlight.transformers.register()
+    assert ("decoders", "llama") in list(architectures.small.names(""))
+    found = [architectures.measure("decoders", name) for name in ("llama", "bloom", "mamba")]
+    assert [row["verdict"] for row in found] == ["equal", "not taken", "no attention"]
+    assert found[0]["cache"] == "equal" and found[0]["errors"].keys() == {
+        "logits",
+        "left",
+        "right",
+        "gradients",
+        "tokens",
+    }
+    table = architectures.small.transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
+    ours = table["speedlight"]
+    monkeypatch.setitem(table, "speedlight", lambda *args, **options: (ours(*args, **options)[0] * 1.001, None))
+    wrong = architectures.measure("encoders", "bert")
+    assert wrong["verdict"] == "differs" and wrong["said"] == "logits, left, right, gradients"
+    monkeypatch.setitem(table, "speedlight", lambda *_, **__: 1 / 0)
+    refused = architectures.measure("encoders", "bert")
+    assert refused["verdict"] == "refused" and "ZeroDivisionError" in architectures.line(refused)
+    told = architectures.table([*found, wrong, refused])
+    assert "**equal** (1). decoders: llama" in told and "**differs** (1). encoders: bert" in told
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
 def test_a_commit_beside_itself_has_the_same_bits(tmp_path, capsys):
     import run

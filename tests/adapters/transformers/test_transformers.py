@@ -175,6 +175,25 @@ def test_options(dims):
             assert_equal(got, want)
 
 
+def test_sinks_of_rows():
+    """A logit per row (Inkling 2), with its gradient, beside a bias; s_aux says the same of one per head."""
+    q, bias, spec = drawn(BATCH, HEADS, 13, DIM), drawn(BATCH, HEADS, 13, 13), mask_of(BATCH, 13, 13)
+    sinks, heads = drawn(BATCH, HEADS, 13, 1, seed=3).requires_grad_(), drawn(HEADS)
+    scores = (q @ q.mT / math.sqrt(DIM) + bias).masked_fill(dense(batch_size=BATCH, **SQUARE).logical_not(), -math.inf)
+    want = (torch.cat([scores, sinks], -1).softmax(-1)[..., :13] @ q).transpose(1, 2)
+    got = attend(torch.nn.Module(), q, q, q, spec, position_bias=bias, sinks=sinks)[0]
+    assert_equal(got, want)
+    for x, y in zip(*(torch.autograd.grad(x.pow(3).sum(), sinks) for x in (got, want)), strict=True):
+        assert_equal(x, y)
+    alike = heads[:, None, None].expand(BATCH, HEADS, 13, 1)
+    assert_equal(
+        attend(torch.nn.Module(), q, q, q, spec, sinks=alike)[0],
+        attend(torch.nn.Module(), q, q, q, spec, s_aux=heads)[0],
+    )
+    with pytest.raises(sl.Error, match=r"sinks: expected \(batch, q_heads, q_len, 1\).*s_aux"):
+        attend(torch.nn.Module(), q, q, q, spec, sinks=heads)
+
+
 def test_dropout_comes_from_pytorchs_generator():
     q, module = drawn(1, HEADS, 13, DIM), torch.nn.Module()
     outs = []
@@ -227,9 +246,11 @@ def test_a_mask_becomes_a_tensor_where_a_model_computes_with_it():
     for got, eager in (
         (spec[:, :, :5], want[:, :, :5]), (x + spec, x + want), (torch.cat([spec, x], 1), torch.cat([want, x], 1)),
         (spec.masked_fill(want < 0, 1.0), want.masked_fill(want < 0, 1.0)), (spec.to(torch.bool), want.bool()),
+        (spec == 0, want == 0), (spec != 0.0, want != 0.0), (1 - spec, 1 - want), (spec < 0, want < 0),
     ):  # fmt: skip
         assert torch.equal(got, eager)
     assert spec.dtype is torch.float64 and spec.dense() is spec.dense()
+    assert spec == spec and spec != None and spec in {spec} and (spec == "causal") is False  # noqa: E711
     assert not hasattr(spec, "nothing_that_tensors_have") and not hasattr(spec, "__array__")
     q = drawn(BATCH, HEADS, 13, DIM)
     assert_equal(
