@@ -71,7 +71,8 @@ _BERT = {"model_type": "bert", "vocab_size": 99, "hidden_size": 64, "num_hidden_
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _QSA = _alike(4, "indexer_n_heads", "indexer_budget") | {"indexer_kv_heads": 1, "indexer_head_dim": 16,
                                                          "indexer_compress_ratio": 2}  # fmt: skip
-_BESIDE: dict[str, dict[str, Any]] = {
+_SECTIONS = {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
+_BESIDE: dict[str, dict[str, Any]] = {  # by the name of an architecture or of a part of one
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
@@ -83,6 +84,9 @@ _BESIDE: dict[str, dict[str, Any]] = {
     "luke": {"entity_vocab_size": 50},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
+    **_alike(_SECTIONS, "glm4v_text", "glm_ocr_text", "glmga_text", "paddleocr_vl_text", "qwen2_vl_text"),
+    **_alike(_SECTIONS, "qwen2_5_vl_text", "qwen2_5_omni_text", "hunyuan_vl_text"),
+    "glm4v_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
     "qwen4_exp_text": _QSA,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "swin": {"embed_dim": 48, "depths": [2, 2], "num_heads": [3, 6], "window_size": 4, "patch_size": 4},
@@ -153,7 +157,7 @@ def configure(config_class: Any, beside: dict[str, Any] | None = None) -> Any:
         own = _of(usual, part)
         part_class = type(own) if own is not None else part_class
         if part in takes and part not in given and "Auto" not in part_class.__name__:
-            given[part] = configure(part_class)
+            given[part] = configure(part_class, _BESIDE.get(part_class.model_type, {}))
     return config_class(**given)
 
 
