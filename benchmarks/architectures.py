@@ -175,9 +175,10 @@ def _logits(model: Any, inputs: Found, seen: torch.Tensor | None, _: Any) -> Fou
 
 
 def _gradients(model: Any, inputs: Found, seen: torch.Tensor | None, _: Any) -> Found:
-    """Those of a cross-entropy."""
+    """Those of a cross-entropy: of tokens that are none, and of the first half of a sound, before its padding."""
     model.zero_grad()
     logits = _forward(model, inputs, seen)
+    logits = logits if "input_ids" in inputs or "pixel_values" in inputs else logits[:, : logits.shape[1] // 2]
     labels = torch.arange(logits[..., 0].numel()) % logits.shape[-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels).backward()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
@@ -191,7 +192,7 @@ def _tokens(model: Any, inputs: Found, cache: Any) -> Found:
 
 
 def _cache(config: Any) -> Any:
-    own = speedlight.transformers.Cache(config, capacity=64)
+    own = speedlight.transformers.Cache(config, capacity=128)
     if not config.is_encoder_decoder:
         return own
     return small.transformers.EncoderDecoderCache(own, small.transformers.DynamicCache())

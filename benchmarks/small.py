@@ -76,6 +76,7 @@ _BESIDE: dict[str, dict[str, Any]] = {  # by the name of an architecture or of a
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 32}},
     "encoder-decoder": {"encoder": _BERT, "decoder": _BERT | {"is_decoder": True, "add_cross_attention": True}},
     "granitemoehybrid": {"layer_types": _HYBRID},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -83,6 +84,7 @@ _BESIDE: dict[str, dict[str, Any]] = {  # by the name of an architecture or of a
     "longcat_flash": {"head_dim": 8},
     "luke": {"entity_vocab_size": 50},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "nemotron": {"num_key_value_heads": 2},
     **_alike(_SECTIONS, "glm4v_text", "glm_ocr_text", "glmga_text", "paddleocr_vl_text", "qwen2_vl_text"),
     **_alike(_SECTIONS, "qwen2_5_vl_text", "qwen2_5_omni_text", "hunyuan_vl_text"),
@@ -91,7 +93,7 @@ _BESIDE: dict[str, dict[str, Any]] = {  # by the name of an architecture or of a
     "recurrent_gemma": {"num_hidden_layers": 3},
     "swin": {"embed_dim": 48, "depths": [2, 2], "num_heads": [3, 6], "window_size": 4, "patch_size": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -133,7 +135,8 @@ def find(kind: str, name: str) -> Any:
 def make(kind: str, name: str) -> Small:
     """Makes a small model; ValueError where it does not become small."""
     model_class = find(kind, name)
-    config = configure(model_class.config_class, _BESIDE.get(name, {}))
+    config_class = model_class.config_class
+    config = configure(config_class, _BESIDE.get(name) or _BESIDE.get(config_class.model_type, {}))
     with torch.device("meta"):
         size = sum(x.numel() for x in model_class(config).parameters())
     if size > _MOST:

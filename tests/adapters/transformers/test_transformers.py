@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
@@ -382,3 +383,20 @@ def test_a_model_without_register_says_what_docs_quote(monkeypatch):
     with pytest.raises(ValueError, match=re.escape(said)):
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="speedlight"))
     assert f"ValueError: {said}" in (ROOT / "docs" / "transformers.md").read_text()
+
+
+def test_a_saved_model_does_not_name_its_attention(tmp_path, monkeypatch):
+    """Transformers keeps the name out of config.json, and obeys one that stands there."""
+    import transformers
+
+    LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="speedlight")).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    assert "speedlight" not in config.read_text()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert load(tmp_path).config._attn_implementation == "sdpa"
+    assert load(tmp_path, attn_implementation="speedlight").config._attn_implementation == "speedlight"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attn_implementation": "speedlight"}))
+    assert load(tmp_path).config._attn_implementation == "speedlight"
+    monkeypatch.delitem(AttentionInterface._global_mapping, "speedlight")
+    with pytest.raises(ValueError, match='`attn_implementation="speedlight"` is not supported'):
+        load(tmp_path)
