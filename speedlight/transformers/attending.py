@@ -80,7 +80,7 @@ def attention_forward(
     """
     _check_weights(more)
     if more and not harmless.issuperset(more):
-        attention_mask, more = _read_chosen(key, attention_mask, more)
+        attention_mask, more = _read_chosen(module, key, attention_mask, more)
         _check_unknown(module, more)
     if cache is not None:
         key, value = _append_paged(module, key, value, cache, more)
@@ -152,18 +152,26 @@ def _check_unknown(module: Any, more: dict[str, Any]) -> None:
             )
 
 
-def _read_chosen(key: torch.Tensor, mask: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the mask of keys that an indexer has chosen (DeepSeek-V3.2's and its kin's), and the other options."""
-    chosen = more.get("indices")
-    if not isinstance(chosen, torch.Tensor) or chosen.is_floating_point() or chosen.ndim != 3:
+def _read_chosen(module: Any, key: torch.Tensor, mask: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the mask of keys, or of blocks of keys, that an indexer has chosen, and the options that are left.
+
+    "indices" are DeepSeek-V3.2's and its kin's; "block_indices" MiniMax-M3's, whose indexer knows what they say.
+    """
+    if not isinstance(mask, (MaskSpec, torch.Tensor)):
         return mask, more
-    if "indices" in harmless or not isinstance(mask, (MaskSpec, torch.Tensor)):
+    chosen, blocks = (None if name in harmless else more.get(name) for name in ("indices", "block_indices"))
+    make = getattr(getattr(module, "indexer", None), "build_block_mask", None)
+    if blocks is not None and make is not None:
+        mask = make(blocks, mask, key.shape[2], key.dtype, key.device, None)
+    elif isinstance(chosen, torch.Tensor) and not chosen.is_floating_point() and chosen.ndim == 3:
+        dense: Any = mask.dense() if isinstance(mask, MaskSpec) else mask
+        hidden = torch.ones(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+        hidden = hidden.scatter(-1, chosen.long(), False)[:, None]
+        is_bool = dense.dtype == torch.bool
+        mask = dense & ~hidden if is_bool else dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
+    else:
         return mask, more
-    dense = mask.dense() if isinstance(mask, MaskSpec) else mask
-    hidden = torch.ones(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
-    hidden = hidden.scatter(-1, chosen.long(), False)[:, None]
-    joined = dense & ~hidden if dense.dtype == torch.bool else dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
-    return joined, {name: x for name, x in more.items() if name != "indices"}
+    return mask, {name: x for name, x in more.items() if name not in ("indices", "block_indices")}
 
 
 def _check_masked(module: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import types
 import warnings
 
 import pytest
@@ -279,6 +280,10 @@ def test_keys_that_sparse_attention_has_chosen():
         assert_equal(attend(torch.nn.Module(), q, q, q, mask, indices=chosen)[0], formula(q, q, q, seen))
     with pytest.raises(sl.Error, match="indices: Module gives attention an option"):
         attend(torch.nn.Module(), q, q, q, mask_of(BATCH, 13, 13), indices=chosen[0])
+    module = torch.nn.Module()  # MiniMax-M3's, whose indexer makes a mask of blocks and of the mask
+    module.indexer = types.SimpleNamespace(build_block_mask=lambda blocks, mask, *_: mask.masked_fill(~kept, -1e300))
+    mask = mask_of(BATCH, 13, 13, dtype=torch.float64)
+    assert_equal(attend(module, q, q, q, mask, block_indices=chosen)[0], formula(q, q, q, seen))
 
 
 @pytest.mark.parametrize("name", ["Doge", "Beit"])
