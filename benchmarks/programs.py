@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are random; nothing is fetched
@@ -25,6 +26,8 @@ transformers: Any = importlib.import_module("transformers")  # untyped, as in la
 
 KINDS = ("decoding", "encoders", "training")
 _NEW = 64  # tokens of a generation
+_WAYS = {"4 beams": {"num_beams": 4}, "static cache": {"cache_implementation": "static", "disable_compile": True},
+         "prompt lookup": {"prompt_lookup_num_tokens": 5}}  # fmt: skip
 Run = Callable[[], list[torch.Tensor]]
 
 
@@ -39,12 +42,17 @@ def problems(kind: str) -> Iterator[Problem]:
             yield _generation(f"Llama, greedy, {_NEW} tokens after {prompt}", _llama, prompt)
         for prompt in (64, 512):
             yield _generation(f"Llama, left-padded, 4 x {_NEW} tokens after {prompt}", _llama, prompt, batch=4)
+        for way, options in _WAYS.items():
+            yield _generation(f"Llama, {way}, {_NEW} tokens after 512", _llama, 512, options=options)
+        yield _generation(f"Llama, greedy, {_NEW} tokens after 512", _llama, 512, dtype=torch.bfloat16)
         yield _generation(f"Mistral, window 128, {_NEW} tokens after 512", _mistral, 512)
         yield _asked(f"T5, {_NEW} tokens after 128", *_t5_generation())
         yield _asked(f"whisper, {_NEW} tokens of 30 s", *_whisper_generation())
     if kind in ("", "encoders"):
         yield _asked("BERT, 8 padded texts of up to 128 tokens", *_bert())
         yield _asked("ViT, 8 images of 197 tokens", *_vit(training=False))
+        yield _asked("sentence embeddings, MiniLM's sizes, 32 texts of 8 to 64 tokens", *_embeddings())
+        yield _asked("UNet of Stable Diffusion, a third as wide, an image of 512 x 512", *_unet())
     if kind in ("", "training"):
         yield _asked("ViT, a step, 4 images of 197 tokens", *_vit(training=True))
         yield _asked("BEiT, a step, 2 images of 197 tokens, bias with gradient", *_beit())
@@ -52,6 +60,7 @@ def problems(kind: str) -> Iterator[Problem]:
         yield _asked("T5, a step, 4 x 256 tokens, bias with gradient", *_t5_step())
         for dropout in (0.0, 0.1):
             yield _asked(f"nanoGPT, a step, 4 x 256 tokens, dropout {dropout}", *_nano_gpt(dropout))
+        yield _jax_step()
 
 
 # --- how a program gets our attention
@@ -90,9 +99,12 @@ def _clocked(clock: Clock, way: contextlib.AbstractContextManager[None]) -> Iter
         F.scaled_dot_product_attention = whole
 
 
-def _generation(name: str, make: Callable[[], Any], prompt: int, batch: int = 1) -> Problem:
+def _generation(
+    name: str, make: Callable[[], Any], prompt: int, batch: int = 1, dtype: torch.dtype = torch.float32,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Problem:  # fmt: skip
     """generate() by implementations' names; a batch has padding on the left, of half the longest prompt at most."""
-    model = make().eval()
+    model = make().to(dtype).eval()
     ids = torch.randint(3, 1000, (batch, prompt), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     for item in range(batch):
@@ -101,17 +113,18 @@ def _generation(name: str, make: Callable[[], Any], prompt: int, batch: int = 1)
     @torch.inference_mode()
     def run(implementation: str, cache: bool) -> tuple[list[torch.Tensor], None]:
         model.set_attn_implementation(implementation)
-        more = {"past_key_values": speedlight.transformers.Cache(model.config)} if cache else {}
+        more = {"past_key_values": speedlight.transformers.Cache(model.config)} if cache else options
         found = model.generate(
             ids, attention_mask=mask, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False, pad_token_id=0, **more
         )
-        return [found], None
+        # in bfloat16 another order of sums is another token, sooner or later: then the first of them are compared
+        return [found if dtype is torch.float32 else found[:, : prompt + 1]], None
 
     contenders = {"speedlight": Contender(lambda: run("speedlight", False))}
-    if batch == 1:
+    if batch == 1 and not options:
         contenders["our Cache"] = Contender(lambda: run("speedlight", True))
     contenders["torch"] = Contender(lambda: run("sdpa", False))
-    return Problem(f"{name}, float32", contenders)
+    return Problem(f"{name}, {str(dtype).removeprefix('torch.')}", contenders, dtype)
 
 
 def _step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Run:
@@ -176,6 +189,31 @@ def _bert() -> tuple[Clock, Run]:
     model, ids = transformers.BertModel(transformers.BertConfig(vocab_size=1000, **_ENCODER)), _ids(8, 128)
     mask = (torch.arange(128) < torch.arange(128, 0, -16)[:, None]).long()
     return Clock(), _once(model, lambda: model(input_ids=ids, attention_mask=mask)[0] * mask[..., None])
+
+
+def _embeddings() -> tuple[Clock, Run]:
+    """What sentence-transformers' encode() does: a padded batch, and the mean of each text's tokens."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=1000, **_ENCODER | {"num_attention_heads": 12})
+    model, ids = transformers.BertModel(config), _ids(32, 64)
+    mask = (torch.arange(64) < torch.linspace(8, 64, 32).long()[:, None]).long()
+
+    def encode() -> torch.Tensor:
+        found = model(input_ids=ids, attention_mask=mask)[0] * mask[..., None]
+        return F.normalize(found.sum(1) / mask.sum(1, keepdim=True), dim=-1)
+
+    return Clock(), _once(model, encode)
+
+
+def _unet() -> tuple[Clock, Run]:
+    torch.manual_seed(0)
+    diffusers: Any = importlib.import_module("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=64, block_out_channels=(96, 192, 384, 384), cross_attention_dim=384, attention_head_dim=6
+    )
+    drawn = torch.Generator().manual_seed(0)
+    x, text = torch.randn(1, 4, 64, 64, generator=drawn), torch.randn(1, 77, 384, generator=drawn)
+    return Clock(), _once(model, lambda: model(x, 10, encoder_hidden_states=text).sample)
 
 
 def _vit(training: bool) -> tuple[Clock, Run]:
@@ -252,3 +290,35 @@ def _nano_gpt(dropout: float) -> tuple[Clock, Run]:
     ids = _ids(4, 257)
     run = _step(model, lambda: F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
     return Clock(), run if not dropout else lambda: [run()[0].detach().round()]
+
+
+def _jax_step(layers: int = 4, dim: int = 384, heads: int = 6, length: int = 1024) -> Problem:
+    """A jitted step of a transformer in JAX: the loss, and all gradients in one."""
+    jax: Any = importlib.import_module("jax")
+    ours, jnp = importlib.import_module("speedlight.jax"), jax.numpy
+    sizes = {"qkv": (dim, 3 * dim), "out": (dim, dim), "up": (dim, 4 * dim), "down": (4 * dim, dim)}
+    keys = iter(jax.random.split(jax.random.key(0), layers * len(sizes) + 1))
+    blocks = [
+        {name: jax.random.normal(next(keys), s) / s[0] ** 0.5 for name, s in sizes.items()} for _ in range(layers)
+    ]
+    x = jax.random.normal(next(keys), (1, length, dim))
+
+    def loss(blocks: Any, x: Any, attend: Callable[..., Any]) -> Any:
+        for block in blocks:
+            q, k, v = jnp.split((jax.nn.standardize(x) @ block["qkv"]).reshape(1, length, 3 * heads, -1), 3, 2)
+            x = x + attend(q, k, v, is_causal=True).reshape(x.shape) @ block["out"]
+            x = x + jax.nn.gelu(jax.nn.standardize(x) @ block["up"]) @ block["down"]
+        return jnp.square(x).mean()
+
+    def contender(attend: Callable[..., Any]) -> Contender:
+        step = jax.jit(jax.value_and_grad(lambda blocks, x: loss(blocks, x, attend)))
+
+        def run() -> tuple[list[torch.Tensor], None]:
+            total, gradients = jax.block_until_ready(step(blocks, x))
+            leaves = [torch.from_dlpack(g).flatten() for g in jax.tree.leaves(gradients)]
+            return [torch.from_dlpack(total), torch.cat(leaves)], None
+
+        return Contender(run)
+
+    contenders = {"speedlight": contender(ours.dot_product_attention), "jax": contender(jax.nn.dot_product_attention)}
+    return Problem(f"JAX, a step, {layers} layers, {length} tokens, causal, float32", contenders)

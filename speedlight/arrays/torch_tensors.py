@@ -92,6 +92,24 @@ def _has_memory(x: Any) -> bool:
         return False
 
 
+def makes_plain_tensors(x: Any) -> bool:
+    """Returns whether x is a plain tensor on the CPU and what is made beside it now is one, too, that any later call
+    may use: no mode, no graph, no transform is around.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor or torch.compiler.is_dynamo_compiling():
+        return False
+    return (
+        x.is_cpu
+        and not x.is_nested
+        and x.layout is torch.strided
+        and not torch.is_inference_mode_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 _READ = frozenset(("q", "k", "v", "d_out", "d_lse"))  # what no call writes
 _SIZES: dict[Any, tuple[str, int]] = {}  # name and bytes of a torch.dtype
 

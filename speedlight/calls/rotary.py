@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays.array import describe
 from ..arrays.memory import overlap
+from ..arrays.torch_tensors import makes_plain_tensors
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, public
@@ -19,7 +20,6 @@ _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
 _FEW = 64  # tokens and heads
 _WHOLE_OR_NONE, _NUMBERS_OR_NONE = frozenset((int, type(None))), frozenset((int, float, type(None)))
-_COMPUTED = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
 _rotations: Memo[Rotation] = Memo(64, 1 << 20)  # by shape, dtype and every option
 
 
@@ -71,7 +71,7 @@ def rotary(
     [-1.0, -1.0, 1.0, 1.0]
     """
     options = Options(cos, sin, positions, base, interleaved, dims, layout)
-    key = _key_of(x, options) if type(x) is np.ndarray else None
+    key = _key_of(x, options)
     rotation = None if key is None else _rotations.get(key)
     if rotation is None:
         rotation = rotation_of(x, options)
@@ -79,27 +79,34 @@ def rotary(
             _rotations.put(key, rotation, rotation.cos.nbytes + rotation.sin.nbytes)
     elif out is None and not interleaved:
         few: Any = x
-        if rotation.dims == few.shape[-1] and few.dtype in _COMPUTED:
-            turned_few: Any = _turned_halves(few, rotation.cos, rotation.sin, rotation.dims // 2)
-            return turned_few
+        if rotation.dims == few.shape[-1] and few.dtype is rotation.cos.dtype:
+            return (_halves_by_numpy if type(few) is np.ndarray else _turned_halves)(few, rotation)
     if out is not None:
         check_out(out, x)
     return _rotated(x, rotation, out)
 
 
-@standard
-def _turned_halves(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, half: int) -> np.ndarray:
+def _turned_halves(x: Any, rotation: Rotation) -> Any:
     """turned() of whole rows in the dtype that they are computed in, in half the time."""
+    cos, sin, half = rotation.cos, rotation.sin, rotation.dims // 2
     a, b = x[..., :half], x[..., half:]
+    return library(x).concatenate((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+@standard
+def _halves_by_numpy(x: np.ndarray, rotation: Rotation) -> Any:
+    """Silently, as _by_numpy()."""
     with np.errstate(all="ignore"):
-        return np.concatenate((a * cos - b * sin, b * cos + a * sin), -1)
+        return _turned_halves(x, rotation)
 
 
-def _key_of(x: np.ndarray, options: Options) -> Any:
-    """Returns what the angles of a NumPy array depend on: of few tokens that follow each other, as every layer and head
-    of a step asks for; None of others.
+def _key_of(x: Any, options: Options) -> Any:
+    """Returns what the angles of an array depend on: of few tokens that follow each other, as every layer and head of
+    a step asks for; None of others.
     """
-    if options.cos is not None or options.sin is not None or x.shape[0] * x.shape[-2] > _FEW:
+    if options.cos is not None or options.sin is not None or not (type(x) is np.ndarray or makes_plain_tensors(x)):
+        return None
+    if len(x.shape) < 2 or x.shape[0] * x.shape[-2] > _FEW:
         return None
     _, _, positions, base, interleaved, dims, layout = options
     kinds = type(positions), type(base), type(interleaved), type(dims), type(layout)

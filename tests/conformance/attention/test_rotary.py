@@ -186,6 +186,24 @@ def test_transforms_and_compilers():
         assert torch.allclose(each, want, atol=1e-6)
 
 
+def test_kept_angles_are_plain_tensors_whoever_asked_first(rng):
+    """Those of a token are kept for later calls, which gradients, transforms and modes may be around."""
+    x = torch.from_numpy(rng.standard_normal((1, 4, 1, 16), dtype=np.float32))
+
+    def turn(x):
+        return sl.rotary(x, positions=4321)
+
+    with torch.inference_mode():
+        first = turn(x).clone()
+    assert (turn(x) == first).all() and (turn(x).numpy() == sl.rotary(x.numpy(), positions=4321)).all()
+    followed = x.clone().requires_grad_()
+    turn(followed).sum().backward()
+    assert (followed.grad == sl.rotary(torch.ones_like(x), positions=-4321)).all()
+    assert (torch.func.vmap(turn)(x[None]) == first).all() and (torch.func.functionalize(turn)(x) == first).all()
+    assert (turn(x.double()).float() - first).abs().max() < 1e-6 and turn(x.bfloat16()).dtype is torch.bfloat16
+    assert turn(x.to("meta")).is_meta
+
+
 # --- in place
 
 
