@@ -27,7 +27,14 @@ import torch
 import speedlight.transformers
 
 KINDS = small.KINDS
-VERDICTS = ("equal", "differs", "refused", "no attention", "not taken", "stock fails", "not made")
+_TOLD = {
+    "equal": ("equal",),
+    "differs": ("differs",),
+    "refused": ("refused",),
+    "not taken: attention of their own": ("not taken",),
+    "asks for no attention": ("no attention",),
+    "not tried: small, or with text alone, it does not run in transformers": ("stock fails", "not made"),
+}
 LEGEND = "Errors are of the largest logit or gradient: of logits, padded left, padded right; of gradients."
 _BOUNDS = {"logits": 2e-5, "gradients": 1e-4, "tokens": 0.0}  # of the largest, in float32
 _SECONDS, _TOGETHER = 120, 12
@@ -66,13 +73,16 @@ def line(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns names by verdict, as docs/transformers.md has them."""
-    lines = []
-    for verdict in VERDICTS:
-        found = [row for row in rows if row["verdict"] == verdict]
-        kinds = {kind: [row["name"] for row in found if row["kind"] == kind] for kind in KINDS}
-        named = "; ".join(f"{kind}: {', '.join(sorted(x))}" for kind, x in kinds.items() if x)
-        lines.append(f"**{verdict}** ({len(found)}). {named}")
-    return "\n\n".join(lines)
+    lines = [f"Of {len(rows)} architectures:", "", "| | | |", "|---|---|---|"]
+    for told, verdicts in _TOLD.items():
+        found = [row for row in rows if row["verdict"] in verdicts]
+        told = f"{told} ({len(found)})"
+        for kind in KINDS:
+            names = sorted(row["name"] for row in found if row["kind"] == kind)
+            if names:
+                lines.append(f"| {told} | {kind} ({len(names)}) | {', '.join(names)} |")
+                told = ""
+    return "\n".join(lines)
 
 
 def measure(kind: str, name: str) -> dict[str, Any]:

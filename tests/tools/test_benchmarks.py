@@ -143,7 +143,7 @@ def test_architectures(monkeypatch):
     refused = architectures.measure("encoders", "bert")
     assert refused["verdict"] == "refused" and "ZeroDivisionError" in architectures.line(refused)
     told = architectures.table([*found, wrong, refused])
-    assert "**equal** (1). decoders: llama" in told and "**differs** (1). encoders: bert" in told
+    assert "| equal (1) | decoders (1) | llama |" in told and "| differs (1) | encoders (1) | bert |" in told
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
