@@ -115,7 +115,9 @@ def attention_forward(
         hidden = {"score": [options["score"], hidden["score"]]}
     options |= hidden
     offsets = options.get("cu_seqlens_q", more.get("cu_seq_lens_q"))
-    if offsets is not None and not isinstance(attention_mask, torch.Tensor) and sinks is None:
+    if offsets is not None and not isinstance(attention_mask, torch.Tensor):
+        if sinks is not None:
+            raise UnsupportedError("sinks: expected no packed sequences beside sinks of rows; give documents as a batch.")
         return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -129,10 +131,10 @@ def _attend_beside_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
     """Attends where each row has a sink: a row of weights is as much smaller as the denominator grows."""
-    if sinks.shape != (*query.shape[:3], 1) or "cu_seqlens_q" in options:
+    if sinks.shape != (*query.shape[:3], 1):
         raise ArgumentError(
-            f"sinks: expected (batch, q_heads, q_len, 1) = {(*query.shape[:3], 1)}, and no packed sequences; got "
-            f"{tuple(sinks.shape)}. A logit per head is s_aux."
+            f"sinks: expected (batch, q_heads, q_len, 1) = {(*query.shape[:3], 1)}; got {tuple(sinks.shape)}. A logit "
+            "per head is s_aux."
         )
     out, lse = attention(query, key, value, return_lse=True, **options)
     return out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)

@@ -194,6 +194,8 @@ def test_sinks_of_rows():
     )
     with pytest.raises(sl.Error, match=r"sinks: expected \(batch, q_heads, q_len, 1\).*s_aux"):
         attend(torch.nn.Module(), q, q, q, spec, sinks=heads)
+    with pytest.raises(sl.Error, match="sinks: expected no packed sequences"):
+        attend(torch.nn.Module(), q[:1], q[:1], q[:1], None, sinks=sinks[:1], cu_seq_lens_q=[0, 13])
 
 
 def test_dropout_comes_from_pytorchs_generator():
