@@ -117,7 +117,7 @@ def attention_forward(
     offsets = options.get("cu_seqlens_q", more.get("cu_seq_lens_q"))
     if offsets is not None and not isinstance(attention_mask, torch.Tensor):
         if sinks is not None:
-            raise UnsupportedError("sinks: expected no packed sequences beside sinks of rows; give documents as a batch.")
+            raise UnsupportedError("sinks: expected no packed sequences beside them; give documents as a batch.")
         return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
