@@ -58,20 +58,16 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
     _check(option, text, tree)
     if not used & set(symbols):
         return _evaluated(option, text, tree, names)
-    if symbols.startswith("s"):
-        if used & set(_PATTERNS):
-            raise ArgumentError(
-                f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in "
-                f"{_shortened(text)}."
-            )
-        return sl.expression(
-            lambda s, b, h, i, j: _evaluated(option, text, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}),
-            "score",
+    if symbols.startswith("s") and used & set(_PATTERNS):
+        raise ArgumentError(
+            f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in {_shortened(text)}."
         )
     names |= {n: _inlined(names[n]) for n in _PATTERNS}
-    return sl.expression(
-        lambda b, h, i, j: _evaluated(option, text, tree, names | {"b": b, "h": h, "i": i, "j": j}), "mask"
-    )
+
+    def function(*given: Any) -> Any:
+        return _evaluated(option, text, tree, names | dict(zip(symbols, given, strict=True)))
+
+    return sl.expression(function, option.removeprefix("--"))
 
 
 def _of_file(option: str, path: Path, name: str) -> sl.Expression:

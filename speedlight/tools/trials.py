@@ -177,18 +177,12 @@ def prefill(dtype: str, heads: int, n: int, d: int, causal: bool = False) -> Cas
     return lambda isa: _over_arrays(isa, q, k, v, "bhld", causal)
 
 
-def own_step(dtype: str, n: int) -> Case:
+def own_step(dtype: str, n: int, layout: str = "bhld") -> Case:
     """Prepares one token over the caller's own keys and values."""
-    q, k = (numbers((1, heads, rows, _DIM), dtype) for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n)))
+    sizes = [{"b": 1, "h": heads, "l": rows, "d": _DIM} for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n))]
+    q, k = (numbers(tuple(size[axis] for axis in layout), dtype) for size in sizes)
     v = k.copy()
-    return lambda isa: _over_arrays(isa, q, k, v, "bhld", False)
-
-
-def adjoining_step(dtype: str, n: int) -> Case:
-    """Prepares one token over the caller's own keys and values, whose heads adjoin."""
-    q, k = (numbers((1, rows, heads, _DIM), dtype) for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n)))
-    v = k.copy()
-    return lambda isa: _over_arrays(isa, q, k, v, "blhd", False)
+    return lambda isa: _over_arrays(isa, q, k, v, layout, False)
 
 
 def _over_arrays(isa: Isa, q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: str, causal: bool) -> Run:
@@ -226,14 +220,13 @@ def trials_of(isa: Isa) -> list[Trial]:
     if isa.product("bf16") == "pairs":
         trials += _blocks("bfloat16", "pairs")
     own, heads = lambda: own_step("float32", 16384), (1, 2, 3, 4, 6, 8)
+    adjoining = lambda: own_step("float32", 8192, "blhd")  # noqa: E731
     return [
         *trials,
         Trial("fetching in long problems", _rows_ahead, lambda: [prefill("float32", *size) for size in _LONG]),
         Trial("fetching ahead", _fetched, lambda: [*_caches(), own()]),
         Trial("how far ahead", _distances, _caches),
-        Trial(
-            "decode tasks", _decode_tasks, lambda: [cached_step("float32", 8192, 2), adjoining_step("float32", 8192)]
-        ),
+        Trial("decode tasks", _decode_tasks, lambda: [cached_step("float32", 8192, 2), adjoining()]),
         Trial("inline", _inline, lambda: [prefill("float32", n, 64, 64) for n in heads]),
     ]
 
