@@ -77,20 +77,14 @@ def _over_examples(
 
     count: tensors with items, q, k and v last, ahead of sinks and tables. form: None where nothing can be folded.
     """
-    folds = size and form is not None and _folds(form, dims[count:], tensors[count + 1 :])
+    differ = any([x is not None for x in dims[count:]])  # sinks or tables: then examples are no items of one batch
+    folds = size and form is not None and not differ and is_same_for_items(form, tensors[count + 1 :])
     if folds and not _shares(tensors[count - 3 : count - 1], dims[count - 3 :]):
         folded = [_folded(x, at, size) for x, at in zip(tensors[:count], dims[:count], strict=True)]
         results = tuple(x.unflatten(0, (size, -1)) for x in of_one(*folded, *tensors[count:]))
     else:
         results = _each(of_one, tensors, dims, size)
     return results, (0,) * len(results)
-
-
-def _folds(form: str, dims: Any, tables: Any) -> bool:
-    """Returns whether examples can be items of one batch: sinks and tables are the same for all, and so
-    is every item.
-    """
-    return not [x for x in dims if x is not None] and is_same_for_items(form, tables)
 
 
 def _shares(given: Any, dims: Any) -> bool:

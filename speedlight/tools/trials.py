@@ -221,13 +221,16 @@ def trials_of(isa: Isa) -> list[Trial]:
         trials += _blocks("bfloat16", "pairs")
     own, heads = lambda: own_step("float32", 16384), (1, 2, 3, 4, 6, 8)
     adjoining = lambda: own_step("float32", 8192, "blhd")  # noqa: E731
+    rows = _field("fetching", "rows", {"nothing": 0, "16 rows": 16, "32 rows": 32, "64 rows": 64})
+    distances = _field("fetching", "cache_bytes", {f"{x} KiB": x << 10 for x in (4, 8, 16, 32, 64)})
+    inline = _field("threading", "inline_seconds", {f"{x * 1e6:.0f} us": x for x in (20e-6, 50e-6, 100e-6, 200e-6)})
     return [
         *trials,
-        Trial("fetching in long problems", _rows_ahead, lambda: [prefill("float32", *size) for size in _LONG]),
+        Trial("fetching in long problems", rows, lambda: [prefill("float32", *size) for size in _LONG]),
         Trial("fetching ahead", _fetched, lambda: [*_caches(), own()]),
-        Trial("how far ahead", _distances, _caches),
+        Trial("how far ahead", distances, _caches),
         Trial("decode tasks", _decode_tasks, lambda: [cached_step("float32", 8192, 2), adjoining()]),
-        Trial("inline", _inline, lambda: [prefill("float32", n, 64, 64) for n in heads]),
+        Trial("inline", inline, lambda: [prefill("float32", n, 64, 64) for n in heads]),
     ]
 
 
@@ -267,9 +270,11 @@ def _tasks(tuning: Tuning, part: str) -> dict[str, Parts]:
     return {name: {part: x} for name, x in (sizes | tasks).items()}
 
 
-def _rows_ahead(tuning: Tuning) -> dict[str, Parts]:
-    now = tuning.fetching.rows
-    return {f"{x} rows" if x else "nothing": {"fetching": {"rows": x}} for x in (0, 16, 32, 64) if x != now}
+def _field(part: str, field: str, values: dict[str, Any]) -> Callable[[Tuning], dict[str, Parts]]:
+    """Returns the candidates that differ in one field."""
+    return lambda tuning: {
+        name: {part: {field: x}} for name, x in values.items() if x != getattr(getattr(tuning, part), field)
+    }
 
 
 def _fetched(tuning: Tuning) -> dict[str, Parts]:
@@ -288,21 +293,10 @@ def _fetched(tuning: Tuning) -> dict[str, Parts]:
     return {x: {"fetching": row} for x, row in rows.items() if any(getattr(now, y) != row[y] for y in row)}
 
 
-def _distances(tuning: Tuning) -> dict[str, Parts]:
-    now = tuning.fetching.cache_bytes
-    return {f"{x} KiB": {"fetching": {"cache_bytes": x << 10}} for x in (4, 8, 16, 32, 64) if x << 10 != now}
-
-
 def _decode_tasks(tuning: Tuning) -> dict[str, Parts]:
     now = tuning.decoding
     rows = _others("tasks", now.tasks, (2, 4, 8)) | _others("rows", now.rows, (32, 128, 512))
     return {name: {"decoding": x} for name, x in (rows | _others("spans", now.spans, (1, 2, 4))).items()}
-
-
-def _inline(tuning: Tuning) -> dict[str, Parts]:
-    rows = {f"{x * 1e6:.0f} us": {"inline_seconds": x} for x in (20e-6, 50e-6, 100e-6, 200e-6)}
-    now = tuning.threading.inline_seconds
-    return {name: {"threading": x} for name, x in rows.items() if x["inline_seconds"] != now}
 
 
 def _others(field: str, now: int, values: tuple[int, ...]) -> dict[str, dict[str, Any]]:
