@@ -183,7 +183,7 @@ def _bert() -> Run:
 
 
 def _embeddings() -> Run:
-    """What sentence-transformers' encode() does: a padded batch, and the mean of each text's tokens."""
+    """Encodes as sentence-transformers does: a padded batch, and the mean of each text's tokens."""
     config = transformers.BertConfig(vocab_size=1000, **_ENCODER | {"num_attention_heads": 12})
     model, ids = transformers.BertModel(config), _ids(32, 64)
     mask = (torch.arange(64) < torch.linspace(8, 64, 32).long()[:, None]).long()

@@ -80,7 +80,7 @@ def _over_examples(
     differ = any([x is not None for x in dims[count:]])  # sinks or tables: then examples are no items of one batch
     folds = size and form is not None and not differ and is_same_for_items(form, tensors[count + 1 :])
     if folds and not _shares(tensors[count - 3 : count - 1], dims[count - 3 :]):
-        folded = [_folded(x, at, size) for x, at in zip(tensors[:count], dims[:count], strict=True)]
+        folded = [_fold(x, at, size) for x, at in zip(tensors[:count], dims[:count], strict=True)]
         results = tuple(x.unflatten(0, (size, -1)) for x in of_one(*folded, *tensors[count:]))
     else:
         results = _each(of_one, tensors, dims, size)
@@ -93,7 +93,7 @@ def _shares(given: Any, dims: Any) -> bool:
     return q != k
 
 
-def _folded(x: Any, at: int | None, count: int) -> Any:
+def _fold(x: Any, at: int | None, count: int) -> Any:
     return (x.unsqueeze(0).expand(count, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
 
 
