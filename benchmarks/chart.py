@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from speedlight.tools.pictures import pyplot
+
 PEERS = {"torch": "PyTorch", "torch by rows": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 PREFILL = [
     (f"{dtype} H8 N{n} d128 {kind}", f"{n:,} tokens, {kind}, {dtype}")
@@ -57,10 +59,7 @@ def lines(rows: list[dict[str, Any]], named: list[tuple[str, str]], share: str) 
 
 def chart(data: dict[str, Any], path: Path) -> None:
     """Two panels, each with a roof of its own: attention under the peak, decoding under a plain read."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 

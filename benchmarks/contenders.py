@@ -104,6 +104,10 @@ def _farthest(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     return max(float((a.detach().double() - b).norm() / b.double().norm()) for a, b in zip(got, want, strict=True))
 
 
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 LEGEND = "Medians, in turn; in brackets: how many times ours. The first call compiles; all kinds take minutes."
 
 

@@ -14,7 +14,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are in a package, or random; nothing is fetched
 
 import torch
-from contenders import Clock, Contender, Problem
+from contenders import Clock, Contender, Problem, short
 
 import speedlight.transformers
 
@@ -23,16 +23,10 @@ transformers: Any = importlib.import_module("transformers")
 
 KINDS = ("minilm", "prefill", "generate")
 _STEPS = 16  # tokens of a measured generation
-_SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def problems(kind: str) -> Iterator[Problem]:
     """Makes problems of a kind, or of all, one after another."""
-    if kind not in ("", *KINDS):
-        return
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    speedlight.transformers.register()
     if kind in ("", "minilm") and (folder := _minilm()):
         yield _encoder(folder)
     if kind in ("", "prefill"):
@@ -53,36 +47,35 @@ def _minilm() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
 
-def _of(model: Any, dtype: torch.dtype) -> Any:
-    return model.to(dtype).eval()
+def _random(config: Any, dtype: torch.dtype) -> Any:
+    """Makes a language model of random weights."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 def _llama(dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
-    return _of(transformers.LlamaForCausalLM(config), dtype)
+    return _random(config, dtype)
 
 
 def _gemma() -> Any:
-    torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, head_dim=128, sliding_window=1024, query_pre_attn_scalar=128,
     )  # fmt: skip
-    return _of(transformers.Gemma2ForCausalLM(config), torch.bfloat16)
+    return _random(config, torch.bfloat16)
 
 
 def _gpt_oss() -> Any:
-    torch.manual_seed(0)
     config = transformers.GptOssConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=256, num_hidden_layers=4, num_attention_heads=16,
         num_key_value_heads=4, head_dim=64, num_local_experts=2, num_experts_per_tok=1, sliding_window=128,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    return _of(transformers.GptOssForCausalLM(config), torch.bfloat16)
+    return _random(config, torch.bfloat16)
 
 
 @contextlib.contextmanager
@@ -107,58 +100,49 @@ def _with(model: Any, name: str, clock: Clock) -> Iterator[None]:
         table[key] = whole
 
 
-def _contenders(
-    model: Any, names: tuple[str, ...], clock: Clock, run: Callable[[str], tuple[list[torch.Tensor], float | None]]
-) -> dict[str, Contender]:
-    return {name: Contender(lambda n=name: run(n), lambda n=name: _with(model, n, clock)) for name in names}
+def _problem(
+    name: str, model: Any, ways: tuple[str, ...], run: Callable[[str], list[torch.Tensor]], apart: bool = True
+) -> Problem:
+    """A model with each attention; `apart`: attention alone is told, too."""
+    clock, dtype = Clock(), model.dtype
+
+    @torch.inference_mode()
+    def timed(way: str) -> tuple[list[torch.Tensor], float | None]:
+        clock.inside = 0.0
+        return run(way), clock.inside if apart else None
+
+    made = {way: Contender(lambda w=way: timed(w), lambda w=way: _with(model, w, clock)) for way in ways}
+    return Problem(f"{name}, {short(dtype)}", made, dtype)
 
 
 def _encoder(folder: Path, texts: int = 64, tokens: int = 256) -> Problem:
     """all-MiniLM-L6-v2, with its weights."""
-    clock, model = Clock(), transformers.AutoModel.from_pretrained(folder).eval()
+    model = transformers.AutoModel.from_pretrained(folder).eval()
     ids = torch.randint(1000, 30000, (texts, tokens), generator=torch.Generator().manual_seed(0))
-    shown = torch.ones_like(ids)
-
-    @torch.inference_mode()
-    def run(_: str) -> tuple[list[torch.Tensor], float]:
-        clock.inside = 0.0
-        return [model(input_ids=ids, attention_mask=shown)[0]], clock.inside
-
-    name = f"MiniLM, {texts} texts of {tokens} tokens, float32"
-    return Problem(name, _contenders(model, ("speedlight", "sdpa", "eager"), clock, run))
+    run = lambda _: [model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]]  # noqa: E731
+    return _problem(f"MiniLM, {texts} texts of {tokens} tokens", model, ("speedlight", "sdpa", "eager"), run)
 
 
 def _prefill(name: str, model: Any, length: int, peer: str) -> Problem:
-    clock, dtype = Clock(), model.dtype
     ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-
-    @torch.inference_mode()
-    def run(_: str) -> tuple[list[torch.Tensor], float]:
-        clock.inside = 0.0
-        return [model(input_ids=ids, use_cache=False, logits_to_keep=8).logits], clock.inside
-
-    contenders = _contenders(model, ("speedlight", peer), clock, run)
-    return Problem(f"{name}, {_SHORT[dtype]}", contenders, dtype)
+    run = lambda _: [model(input_ids=ids, use_cache=False, logits_to_keep=8).logits]  # noqa: E731
+    return _problem(name, model, ("speedlight", peer), run)
 
 
 def _generation(model: Any, length: int) -> Problem:
     """So many tokens after a prompt; ours in speedlight.transformers.Cache, sdpa in transformers' default cache."""
-    clock, dtype = Clock(), model.dtype
     ids = torch.randint(3, model.config.vocab_size, (1, length + _STEPS), generator=torch.Generator().manual_seed(0))
     caches: dict[str, Any] = {}
 
-    @torch.inference_mode()
-    def run(name: str) -> tuple[list[torch.Tensor], None]:
-        if name not in caches:
+    def run(way: str) -> list[torch.Tensor]:
+        if way not in caches:
             ours = speedlight.transformers.Cache(model.config, capacity=length + _STEPS)
-            caches[name] = ours if name == "speedlight" else transformers.DynamicCache()
-            model(input_ids=ids[:, :length], past_key_values=caches[name], logits_to_keep=1)
-        logits = [
-            model(input_ids=ids[:, n : n + 1], past_key_values=caches[name]).logits
-            for n in range(length, length + _STEPS)
-        ]
-        caches[name].crop(-_STEPS)
-        return logits, None
+            caches[way] = ours if way == "speedlight" else transformers.DynamicCache()
+            model(input_ids=ids[:, :length], past_key_values=caches[way], logits_to_keep=1)
+        steps = [ids[:, n : n + 1] for n in range(length, length + _STEPS)]
+        logits = [model(input_ids=x, past_key_values=caches[way]).logits for x in steps]
+        caches[way].crop(-_STEPS)
+        return logits
 
-    name = f"Llama, 8 layers, 8/2 heads of 128, {_STEPS} tokens after {length}, {_SHORT[dtype]}"
-    return Problem(name, _contenders(model, ("speedlight", "sdpa"), clock, run), dtype)
+    name = f"Llama, 8 layers, 8/2 heads of 128, {_STEPS} tokens after {length}"
+    return _problem(name, model, ("speedlight", "sdpa"), run, apart=False)

@@ -9,16 +9,21 @@ import language_models
 import programs
 import torch
 import torch.nn.functional as F
-from contenders import Clock, Contender, Problem
+from contenders import Contender, Problem, short
+from language_models import transformers
 from torch import nn
 
 import speedlight.torch
+import speedlight.transformers
 
 KINDS = ("gpt", "mask", "flex", *language_models.KINDS, *programs.KINDS)
 
 
 def problems(kind: str) -> Iterator[Problem]:
     """Makes problems of a kind, or of all, one after another."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    speedlight.transformers.register()
     if kind in ("", "gpt"):
         yield from (_gpt(dtype) for dtype in (torch.float32, torch.bfloat16))
     if kind in ("", "mask"):
@@ -32,38 +37,16 @@ def problems(kind: str) -> Iterator[Problem]:
 # --- a GPT of six layers, trained
 
 
-class _Block(nn.Module):
-    def __init__(self, dim: int, heads: int, clock: Clock) -> None:
-        super().__init__()
-        self.heads, self.clock = heads, clock
-        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        out = self.clock.attend(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        x = x + self.out(out.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
 def _gpt(dtype: torch.dtype, layers: int = 6, dim: int = 512, heads: int = 8, length: int = 2048) -> Problem:
     """Forward and backward pass; SDPA is PyTorch's, or ours by `speedlight.torch.sdpa()`."""
-    torch.manual_seed(0)
-    clock = Clock()
-    model = nn.Sequential(*(_Block(dim, heads, clock) for _ in range(layers))).to(dtype)
-    x = torch.randn(1, length, dim, dtype=dtype)
 
-    def step() -> tuple[list[torch.Tensor], float]:
-        clock.inside = 0.0
-        model.zero_grad()
-        loss = model(x).float().square().mean()
-        loss.backward()
-        return [loss, *(p.grad for p in model.parameters() if p.grad is not None)], clock.inside
+    def make() -> programs.Run:
+        model = nn.Sequential(*(programs.Block(dim, heads, dropout=0.0) for _ in range(layers))).to(dtype)
+        x = torch.randn(1, length, dim, dtype=dtype)
+        return programs.step(model, lambda: model(x).float().square().mean())
 
-    name = f"GPT of {layers} layers, {dim} wide, {heads} heads, {length} tokens, {_short(dtype)}, a training step"
-    by_torch = Contender(step, lambda: speedlight.torch.sdpa(False))
-    return Problem(name, {"speedlight": Contender(step, speedlight.torch.sdpa), "torch": by_torch}, dtype)
+    name = f"GPT of {layers} layers, {dim} wide, {heads} heads, {length} tokens, {short(dtype)}, a training step"
+    return programs.asked(name, make)._replace(name=name, dtype=dtype)
 
 
 # --- what PyTorch has no kernel for
@@ -120,7 +103,3 @@ def _documents(forward_only: bool, heads: int = 8, length: int = 8192, head_dim:
     name = f"flex: ALiBi in 8 documents, causal, {heads} heads, {length}, d={head_dim}, float32"
     name += ", forward" if forward_only else ", forward and backward"
     return Problem(name, contenders)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

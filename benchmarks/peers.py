@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 
 from speedlight.tools.peers import PEERS, Asked, Call, Peer, UnfitError, onnx_session, openvino, sdpa
 
+_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 GPU = ("cudnn", "flash", "efficient", "flex", "flash_attn", "jax")
 
 
 def of_gpu(names: Iterable[str]) -> dict[str, Peer]:
     """Returns the peers of these names."""
-    own = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "flash_attn": _flash_attn}
+    own: dict[str, Peer] = {name: functools.partial(_on, backend) for name, backend in _BACKENDS.items()}
+    own["flash_attn"] = _flash_attn
     return {name: own.get(name) or PEERS[name] for name in names}
 
 
@@ -32,18 +35,6 @@ def _on(backend: str, asked: Asked) -> Call:
     return run
 
 
-def _cudnn(asked: Asked) -> Call:
-    return _on("CUDNN_ATTENTION", asked)
-
-
-def _flash(asked: Asked) -> Call:
-    return _on("FLASH_ATTENTION", asked)
-
-
-def _efficient(asked: Asked) -> Call:
-    return _on("EFFICIENT_ATTENTION", asked)
-
-
 def _flash_attn(asked: Asked) -> Call:
     function = importlib.import_module("flash_attn").flash_attn_func
     q, k, v = (x.transpose(1, 2) for x in asked[:3])
@@ -53,29 +44,16 @@ def _flash_attn(asked: Asked) -> Call:
 # --- one token
 
 
-def _by_rows(asked: Asked) -> Asked:
-    """The query heads of a group as rows of one head: what enable_gqa does without repeating keys."""
-    batch, kv_heads = asked.k.shape[:2]
-    return asked._replace(q=asked.q.reshape(batch, kv_heads, -1, asked.q.shape[3]))
-
-
-def _shaped(call: Call, asked: Asked) -> Call:
-    """Returns the call with rows as heads again."""
-    shape = asked.q.shape
+def _by_rows(peer: Peer, asked: Asked) -> Call:
+    """A peer that gets the query heads of a group as rows of one head: what enable_gqa does without repeating keys."""
+    shape, (batch, kv_heads) = asked.q.shape, asked.k.shape[:2]
+    call = peer(asked._replace(q=asked.q.reshape(batch, kv_heads, -1, shape[3])))
 
     def run() -> Any:
         found = call()
         return (found if hasattr(found, "reshape") else found[0]).reshape(shape)
 
     return run
-
-
-def _torch_by_rows(asked: Asked) -> Call:
-    return _shaped(sdpa(_by_rows(asked)), asked)
-
-
-def _openvino_by_rows(asked: Asked) -> Call:
-    return _shaped(openvino(_by_rows(asked)), asked)
 
 
 def _onnxruntime_decode(asked: Asked) -> Call:
@@ -124,6 +102,6 @@ class _Bound:
 
 
 DECODE: dict[str, Peer] = {
-    "torch": sdpa, "torch by rows": _torch_by_rows, "onnxruntime": _onnxruntime_decode,
-    "openvino": _openvino_by_rows,
+    "torch": sdpa, "torch by rows": functools.partial(_by_rows, sdpa), "onnxruntime": _onnxruntime_decode,
+    "openvino": functools.partial(_by_rows, openvino),
 }  # fmt: skip

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are random; nothing is fetched
-
 import torch
 import torch.nn.functional as F
-from contenders import Clock, Contender, Problem
+from contenders import Clock, Contender, Problem, short
+from language_models import transformers
 from torch import nn
 
 import speedlight.torch
 import speedlight.transformers
-
-transformers: Any = importlib.import_module("transformers")  # untyped, as in language_models.py
 
 KINDS = ("decoding", "encoders", "training")
 _NEW = 64  # tokens of a generation
@@ -33,10 +29,6 @@ Run = Callable[[], list[torch.Tensor]]
 
 def problems(kind: str) -> Iterator[Problem]:
     """Makes problems of a kind, or of all, one after another."""
-    if kind not in ("", *KINDS):
-        return
-    transformers.utils.logging.set_verbosity_error()
-    speedlight.transformers.register()
     if kind in ("", "decoding"):
         for prompt in (16, 512, 4096):
             yield _generation(f"Llama, greedy, {_NEW} tokens after {prompt}", _llama, prompt)
@@ -46,28 +38,30 @@ def problems(kind: str) -> Iterator[Problem]:
             yield _generation(f"Llama, {way}, {_NEW} tokens after 512", _llama, 512, options=options)
         yield _generation(f"Llama, greedy, {_NEW} tokens after 512", _llama, 512, dtype=torch.bfloat16)
         yield _generation(f"Mistral, window 128, {_NEW} tokens after 512", _mistral, 512)
-        yield _asked(f"T5, {_NEW} tokens after 128", *_t5_generation())
-        yield _asked(f"whisper, {_NEW} tokens of 30 s", *_whisper_generation())
+        yield asked(f"T5, {_NEW} tokens after 128", _t5_generation)
+        yield asked(f"whisper, {_NEW} tokens of 30 s", _whisper_generation)
     if kind in ("", "encoders"):
-        yield _asked("BERT, 8 padded texts of up to 128 tokens", *_bert())
-        yield _asked("ViT, 8 images of 197 tokens", *_vit(training=False))
-        yield _asked("sentence embeddings, MiniLM's sizes, 32 texts of 8 to 64 tokens", *_embeddings())
-        yield _asked("UNet of Stable Diffusion, a third as wide, an image of 512 x 512", *_unet())
+        yield asked("BERT, 8 padded texts of up to 128 tokens", _bert)
+        yield asked("ViT, 8 images of 197 tokens", _vit, False)
+        yield asked("sentence embeddings, MiniLM's sizes, 32 texts of 8 to 64 tokens", _embeddings)
+        yield asked("UNet of Stable Diffusion, a third as wide, an image of 512 x 512", _unet)
     if kind in ("", "training"):
-        yield _asked("ViT, a step, 4 images of 197 tokens", *_vit(training=True))
-        yield _asked("BEiT, a step, 2 images of 197 tokens, bias with gradient", *_beit())
-        yield _asked("Swin, a step, 2 images, windows of 49 tokens", *_swin())
-        yield _asked("T5, a step, 4 x 256 tokens, bias with gradient", *_t5_step())
+        yield asked("ViT, a step, 4 images of 197 tokens", _vit, True)
+        yield asked("BEiT, a step, 2 images of 197 tokens, bias with gradient", _beit)
+        yield asked("Swin, a step, 2 images, windows of 49 tokens", _swin)
+        yield asked("T5, a step, 4 x 256 tokens, bias with gradient", _t5_step)
         for dropout in (0.0, 0.1):
-            yield _asked(f"nanoGPT, a step, 4 x 256 tokens, dropout {dropout}", *_nano_gpt(dropout))
+            yield asked(f"nanoGPT, a step, 4 x 256 tokens, dropout {dropout}", _nano_gpt, dropout)
         yield _jax_step()
 
 
 # --- how a program gets our attention
 
 
-def _asked(name: str, clock: Clock, run: Run) -> Problem:
+def asked(name: str, make: Callable[..., Run], *given: Any) -> Problem:
     """A program that calls PyTorch's attention: ours by speedlight.torch.sdpa()."""
+    torch.manual_seed(0)
+    clock, run = Clock(), make(*given)
 
     def timed() -> tuple[list[torch.Tensor], float]:
         clock.inside = 0.0
@@ -104,8 +98,8 @@ def _generation(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Problem:  # fmt: skip
     """generate() by implementations' names; a batch has padding on the left, of half the longest prompt at most."""
-    model = make().to(dtype).eval()
-    ids = torch.randint(3, 1000, (batch, prompt), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model, ids = make().to(dtype).eval(), _ids(batch, prompt)
     mask = torch.ones_like(ids)
     for item in range(batch):
         mask[item, : item * prompt // (2 * batch)] = 0
@@ -124,10 +118,10 @@ def _generation(
     if batch == 1 and not options:
         contenders["our Cache"] = Contender(lambda: run("speedlight", True))
     contenders["torch"] = Contender(lambda: run("sdpa", False))
-    return Problem(f"{name}, {str(dtype).removeprefix('torch.')}", contenders, dtype)
+    return Problem(f"{name}, {short(dtype)}", contenders, dtype)
 
 
-def _step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Run:
+def step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Run:
     """A forward and a backward pass: the loss, and all gradients in one: those of keys' biases are noise."""
 
     def run() -> list[torch.Tensor]:
@@ -167,12 +161,10 @@ _T5 = {
 
 
 def _llama() -> Any:
-    torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER))
 
 
 def _mistral() -> Any:
-    torch.manual_seed(0)
     return transformers.MistralForCausalLM(transformers.MistralConfig(**_DECODER, sliding_window=128))
 
 
@@ -184,16 +176,14 @@ def _images(count: int) -> torch.Tensor:
     return torch.randn(count, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
 
-def _bert() -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _bert() -> Run:
     model, ids = transformers.BertModel(transformers.BertConfig(vocab_size=1000, **_ENCODER)), _ids(8, 128)
     mask = (torch.arange(128) < torch.arange(128, 0, -16)[:, None]).long()
-    return Clock(), _once(model, lambda: model(input_ids=ids, attention_mask=mask)[0] * mask[..., None])
+    return _once(model, lambda: model(input_ids=ids, attention_mask=mask)[0] * mask[..., None])
 
 
-def _embeddings() -> tuple[Clock, Run]:
-    """What sentence-transformers' encode() does: a padded batch, and the mean of each text's tokens."""
-    torch.manual_seed(0)
+def _embeddings() -> Run:
+    """Encodes as sentence-transformers does: a padded batch, and the mean of each text's tokens."""
     config = transformers.BertConfig(vocab_size=1000, **_ENCODER | {"num_attention_heads": 12})
     model, ids = transformers.BertModel(config), _ids(32, 64)
     mask = (torch.arange(64) < torch.linspace(8, 64, 32).long()[:, None]).long()
@@ -202,56 +192,49 @@ def _embeddings() -> tuple[Clock, Run]:
         found = model(input_ids=ids, attention_mask=mask)[0] * mask[..., None]
         return F.normalize(found.sum(1) / mask.sum(1, keepdim=True), dim=-1)
 
-    return Clock(), _once(model, encode)
+    return _once(model, encode)
 
 
-def _unet() -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _unet() -> Run:
     diffusers: Any = importlib.import_module("diffusers")
     model = diffusers.UNet2DConditionModel(
         sample_size=64, block_out_channels=(96, 192, 384, 384), cross_attention_dim=384, attention_head_dim=6
     )
     drawn = torch.Generator().manual_seed(0)
     x, text = torch.randn(1, 4, 64, 64, generator=drawn), torch.randn(1, 77, 384, generator=drawn)
-    return Clock(), _once(model, lambda: model(x, 10, encoder_hidden_states=text).sample)
+    return _once(model, lambda: model(x, 10, encoder_hidden_states=text).sample)
 
 
-def _vit(training: bool) -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _vit(training: bool) -> Run:
     model, x = transformers.ViTModel(transformers.ViTConfig(**_ENCODER)), _images(4 if training else 8)
     if training:
-        return Clock(), _step(model, lambda: model(pixel_values=x)[0].square().mean())
-    return Clock(), _once(model, lambda: model(pixel_values=x)[0])
+        return step(model, lambda: model(pixel_values=x)[0].square().mean())
+    return _once(model, lambda: model(pixel_values=x)[0])
 
 
-def _beit() -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _beit() -> Run:
     config = transformers.BeitConfig(**_ENCODER, use_relative_position_bias=True, drop_path_rate=0.0)
     model, x = transformers.BeitModel(config), _images(2)
-    return Clock(), _step(model, lambda: model(pixel_values=x)[0].square().mean())
+    return step(model, lambda: model(pixel_values=x)[0].square().mean())
 
 
-def _swin() -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _swin() -> Run:
     config = transformers.SwinConfig(embed_dim=64, depths=[2, 2, 4], num_heads=[2, 4, 8], drop_path_rate=0.0)
     model, x = transformers.SwinModel(config), _images(2)
-    return Clock(), _step(model, lambda: model(pixel_values=x)[0].square().mean())
+    return step(model, lambda: model(pixel_values=x)[0].square().mean())
 
 
-def _t5_step() -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _t5_step() -> Run:
     model, ids = transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5, dropout_rate=0.0)), _ids(4, 256)
-    return Clock(), _step(model, lambda: model(input_ids=ids, labels=ids).loss)
+    return step(model, lambda: model(input_ids=ids, labels=ids).loss)
 
 
-def _t5_generation() -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _t5_generation() -> Run:
     model, ids = transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5)), _ids(1, 128)
-    return Clock(), _once(model, lambda: model.generate(ids, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False))
+    return _once(model, lambda: model.generate(ids, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False))
 
 
-def _whisper_generation() -> tuple[Clock, Run]:
-    torch.manual_seed(0)
+def _whisper_generation() -> Run:
     sizes = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 6)
     sizes |= dict.fromkeys(("encoder_layers", "decoder_layers"), 4)
     sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 1536)
@@ -261,12 +244,12 @@ def _whisper_generation() -> tuple[Clock, Run]:
     )  # fmt: skip
     model = transformers.WhisperForConditionalGeneration(config)
     x = torch.randn(1, 80, 3000, generator=torch.Generator().manual_seed(0))
-    return Clock(), _once(
+    return _once(
         model, lambda: model.generate(x, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False, num_beams=1)
     )
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """nanoGPT's block."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
@@ -283,13 +266,12 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-def _nano_gpt(dropout: float) -> tuple[Clock, Run]:
+def _nano_gpt(dropout: float) -> Run:
     """With dropout other weights are dropped by each: then only the loss's size is compared."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(1000, 384), *[_Block(384, 6, dropout) for _ in range(6)], nn.Linear(384, 1000))
+    model = nn.Sequential(nn.Embedding(1000, 384), *[Block(384, 6, dropout) for _ in range(6)], nn.Linear(384, 1000))
     ids = _ids(4, 257)
-    run = _step(model, lambda: F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
-    return Clock(), run if not dropout else lambda: [run()[0].detach().round()]
+    run = step(model, lambda: F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
+    return run if not dropout else lambda: [run()[0].detach().round()]
 
 
 def _jax_step(layers: int = 4, dim: int = 384, heads: int = 6, length: int = 1024) -> Problem:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlight.host import machine
-from speedlight.tools.measuring import Problem, about
+from speedlight.tools.measuring import about, problems_of
 
 RESULTS = Path(__file__).parent / "results"
 _PARTS = "prefill,avx2,masks,decode,start,memory,torch,errors"
@@ -145,11 +144,7 @@ def _run_ranks(given: argparse.Namespace, turns: int) -> int:
 def _run_base(given: argparse.Namespace, turns: int) -> int:
     import base
 
-    sizes = itertools.product(
-        given.dtype or ("float32", "float16", "bfloat16"), given.head_dim or (64, 128),
-        given.q_len or (128, 512, 2048, 8192), (False, True) if given.causal is None else (given.causal,),
-    )  # fmt: skip
-    problems = [Problem(t, given.q_heads, n, d, c, given.backward) for t, d, n, c in sizes]
+    problems = problems_of(given.dtype, given.head_dim, given.q_len, given.causal, given.q_heads, given.backward)
     report = about() | {"base": given.base}
     code = write_report(report, base.rows(given.base, problems, turns), base.line, given.output)
     print(f"The same bits in {sum(row['same_bits'] for row in report['rows'])} of {len(report['rows'])} problems.")

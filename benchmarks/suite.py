@@ -194,7 +194,7 @@ def beside_torch(turns: int) -> Rows:
 
 
 def error_time(_turns: int) -> Rows:
-    """How long a refused call takes."""
+    """Measures a refused call."""
     q, k = np.ones((2, 4, 64, 64), np.float32), np.ones((2, 3, 64, 64), np.float32)
 
     def refused() -> None:

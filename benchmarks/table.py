@@ -109,18 +109,14 @@ def backward_table(paths: list[Path]) -> str:
     lines = []
     for path in paths:
         data = json.loads(path.read_text())
-        lines += [
-            f"{machine_of(data)}; torch {data['versions']['torch']}.",
-            "",
-            "| backward pass | full: GFLOP/s | of peak | PyTorch | causal: GFLOP/s | of peak | PyTorch |",
-            "|---|---|---|---|---|---|---|",
-        ]
         problems: dict[str, list[str]] = {}
         for row in sorted(data["rows"], key=lambda x: x["causal"]):
             name = row["name"].replace(" causal", "").replace(" full", "").removesuffix(" backward")
             ratio = f"{row['ratios']['torch'][2]:.2f} x"
             problems.setdefault(name, []).extend((f"{row['gflops']:.0f}", f"{row['share_of_peak']:.0%}", ratio))
-        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in problems.items()] + [""]
+        titles = ("backward pass", "full: GFLOP/s", "of peak", "PyTorch", "causal: GFLOP/s", "of peak", "PyTorch")
+        cells = ((name, *row) for name, row in problems.items())
+        lines += [f"{machine_of(data)}; torch {data['versions']['torch']}.", "", *markdown(titles, cells), ""]
     return "\n".join(lines)
 
 
@@ -143,17 +139,16 @@ FIGURES = (
 
 def figures(reports: list[dict[str, Any]]) -> str:
     """The README's eight problems, on every family that has them."""
-    lines = [
-        f"{'; '.join(dict.fromkeys(map(machine_of, reports)))}. 8 heads, d = 128 where nothing else is said.",
-        "",
-        "| problem | CPU | speedlight | of the roof | best peer takes |",
-        "|---|---|---|---|---|",
+    rows = [
+        (text, report["family"], *cells_of(row, kind))
+        for name, text, kind in FIGURES
+        for report in reports
+        for row in report["rows"]
+        if row["name"] == name
     ]
-    for name, text, kind in FIGURES:
-        for report in reports:
-            row = {x["name"]: x for x in report["rows"]}.get(name)
-            if row is not None:
-                lines.append(f"| {text} | {report['family']} | {' | '.join(cells_of(row, kind))} |")
+    machines = "; ".join(dict.fromkeys(map(machine_of, reports)))
+    lines = [f"{machines}. 8 heads, d = 128 where nothing else is said.", ""]
+    lines += markdown(("problem", "CPU", "speedlight", "of the roof", "best peer takes"), rows)
     return "\n".join(lines) + "\n"
 
 

@@ -27,8 +27,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def cast(*tensors: Any) -> Any:
-    """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype. Of every call that autograd
-    could follow, followed or not; what is kept (caches, pages) has its dtype.
+    """Casts all but float64 under autocast, as PyTorch's own attention does: of every call that autograd could follow,
+    followed or not; what is kept (caches, pages) has its dtype.
     """
     device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
     if not torch.is_autocast_enabled(device):
@@ -97,7 +97,7 @@ def _tensor_of(sinks: Any) -> Any:
 
 
 def _has_tangents(tensors: tuple[Any, ...]) -> bool:
-    """In forward mode, of torch.func or of torch.autograd."""
+    """Returns whether forward mode is on, of torch.func or of torch.autograd."""
     if [x for x in get_interpreter_stack() or () if x.key() == TransformType.Jvp]:
         return True
     return forward_ad._current_level >= 0 and bool(
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
-        out, lse = attend(_alone(q), _alone(k), _alone(v), _of_arrays(_plain(known)), True)
+        out, lse = attend(_detach(q), _detach(k), _detach(v), _read_arrays(_detach_sinks(known)), True)
         ctx.known, ctx.read = known, read
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = (x.detach() for x in saved[:5])
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
-        dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, flows[1], tuple(grads), _plain(known))
+        dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, flows[1], tuple(grads), _detach_sinks(known))
         found = dict(zip(grads, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
         tables = (found[t].reshape(t.origin.shape).to(t.origin.dtype) if t in found else None for t in known.tables)
@@ -161,16 +161,16 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
     return (None, dq, dk, dv, found.get(ops.SINKS), *of_tables)
 
 
-def _alone(x: Any) -> Any:
+def _detach(x: Any) -> Any:
     return x.detach() if is_tensor(x) else x
 
 
-def _plain(known: Followed) -> Options:
+def _detach_sinks(known: Followed) -> Options:
     """The options of a call that nobody follows."""
     return known.options if known.sinks is None else known.options._replace(sink_logits=known.sinks.detach())
 
 
-def _of_arrays(options: Options) -> Options:
+def _read_arrays(options: Options) -> Options:
     """Options in which arrays stand for the tables that read them: then the call is prepared once."""
     if options.score is None:
         return options

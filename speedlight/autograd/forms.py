@@ -38,9 +38,9 @@ def text_of(options: Options) -> str:
     kept: dict[str, Any] = {}
     for name, x in options.given().items():
         if name == "mask":
-            kept[name] = _written(x, name, slots)
+            kept[name] = _write(x, name, slots)
         elif name == "score":
-            kept[name] = [_written(one, name, slots) for one in scores_of(x)]
+            kept[name] = [_write(one, name, slots) for one in scores_of(x)]
         elif name not in ("sink_logits", "seed") and x is not None:
             kept[name] = _number(x, name, slots)
     return json.dumps(kept)
@@ -91,7 +91,7 @@ def options_of(
         seed = int(tensors[-1])  # drawn in a graph
     for table in tables:
         table.origin = None  # whoever follows it has the tensor
-    options = {name: _filled(x, tensors) for name, x in kept.items() if name not in ("mask", "score")}
+    options = {name: _fill(x, tensors) for name, x in kept.items() if name not in ("mask", "score")}
     if "window" in options:
         options["window"] = tuple(options["window"])
     if "mask" in kept:
@@ -122,10 +122,10 @@ def _read(text: str) -> dict[str, Any]:
     return kept
 
 
-def _filled(x: Any, tensors: list[torch.Tensor]) -> Any:
+def _fill(x: Any, tensors: list[torch.Tensor]) -> Any:
     """An option as text holds it, with the numbers that come beside it."""
     if isinstance(x, list):
-        return [_filled(one, tensors) for one in x]
+        return [_fill(one, tensors) for one in x]
     if isinstance(x, dict):
         tensor = tensors[x["tensor"]]
         return tensor.detach() if tensor.ndim else tensor.item()
@@ -169,7 +169,7 @@ def _number(x: Any, name: str, slots: Iterator[int]) -> Any:
     return x
 
 
-def _written(x: Any, role: str, slots: Iterator[int]) -> Any:
+def _write(x: Any, role: str, slots: Iterator[int]) -> Any:
     """A mask or a score: its tables and its nodes, arguments first; or one table, that is added or hides."""
     if isinstance(x, Table):
         return _entries(x, slots)
@@ -206,7 +206,7 @@ class Part:
         self.role, self.nodes = role, text["nodes"] if isinstance(text, dict) else None
         tables = text["tables"] if isinstance(text, dict) else [text]
         self._tables = [x if isinstance(x, int) else _table_of(*x) for x in tables]
-        self._known = None if [x for x in self._tables if isinstance(x, int)] else self._restored([])
+        self._known = None if [x for x in self._tables if isinstance(x, int)] else self._restore([])
 
     @property
     def size(self) -> int:
@@ -216,7 +216,7 @@ class Part:
 
     def over(self, tables: list[Table]) -> Any:
         """An expression, or a table, of these tensors."""
-        return self._restored(tables) if self._known is None else self._known
+        return self._restore(tables) if self._known is None else self._known
 
     def tells_items(self, tensors: list[torch.Tensor]) -> bool:
         """Returns whether it differs from item to item of a batch."""
@@ -226,7 +226,7 @@ class Part:
         shape = tensors[of].shape if isinstance(of, int) else of.shape
         return len(shape) == 4 and shape[0] > 1
 
-    def _restored(self, given: list[Table]) -> Any:
+    def _restore(self, given: list[Table]) -> Any:
         tables = [given[x] if isinstance(x, int) else x for x in self._tables]
         if self.nodes is None:
             return tables[0]

@@ -46,14 +46,14 @@ class _Seen:
 
 def in_graph(call: Callable[..., Any], q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) -> Any:
     """Runs attention() as Dynamo sees it, with the options that it was given; `call`: it, for what is no operation."""
-    given, seen = _given(options), _Seen()
+    given, seen = _fill_defaults(options), _Seen()
     for name in Options._fields:  # in the order in which text has what is beside it
         x = given[name]
         if name in ("mask", "score"):
             for one in [] if x is None else scores_of(x) if name == "score" else [x]:
                 seen.handles += [name, *_handle(one, name, seen.tables)]
         elif name not in _BESIDE:
-            seen.rest.append(_fixed(x, name, seen))
+            seen.rest.append(_freeze(x, name, seen))
     if given["lengths"] is not None or len(given) > len(DEFAULTS):
         seen.why = "expected no argument that the call refuses"
     sinks, seed = _sinks(given["sink_logits"], seen), _seed(given["seed"], given["dropout"], seen)
@@ -65,7 +65,7 @@ def in_graph(call: Callable[..., Any], q: Any, k: Any, v: Any, options: dict[str
     return results if return_lse else results[0]
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def _fill_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Returns every option; `lengths` are those of queries and of keys, unless these are given, too."""
     given = {**DEFAULTS, **options}
     if given["q_lengths"] is None and given["k_lengths"] is None:
@@ -96,7 +96,7 @@ def _tensor(x: Any) -> Any:
     return torch.from_numpy(x).clone() if isinstance(x, np.ndarray) else x
 
 
-def _fixed(x: Any, name: str, seen: _Seen) -> Any:
+def _freeze(x: Any, name: str, seen: _Seen) -> Any:
     """An option as a constant of the graph, where another one is another graph; what may be written to is a tensor
     beside it, which each call reads.
     """
@@ -104,7 +104,7 @@ def _fixed(x: Any, name: str, seen: _Seen) -> Any:
         seen.tables.append(_tensor(x) if isinstance(x, np.ndarray) else x.clone())
         return ARRAY
     if isinstance(x, (list, tuple)):
-        return tuple([_fixed(y, name, seen) for y in x])
+        return tuple([_freeze(y, name, seen) for y in x])
     if x is None or isinstance(x, (bool, str)):
         return x
     if isinstance(x, (int, float)):
@@ -138,7 +138,7 @@ def _seed(x: Any, dropout: Any, seen: _Seen) -> int | None:
 
 @constant
 def _count(x: Expression) -> int:
-    """Also lets the expression know its tables, where Dynamo finds them."""
+    """Counts the tables of an expression, which then knows them, where Dynamo finds them."""
     return len(x.tables)
 
 
@@ -152,7 +152,7 @@ def _text(count: int, *given: Any) -> str:
     names = [x for x in Options._fields if x not in _BESIDE]
     try:
         for role, function, owner in zip(handles[::3], handles[1::3], handles[2::3], strict=True):
-            parts[role].append(ARRAY if function is None else _traced(function, owner, role))
+            parts[role].append(ARRAY if function is None else _trace(function, owner, role))
         options = Options(**dict(zip(names, rest, strict=True))).spelled()
         return text_of(options._replace(mask=(parts["mask"] or [None])[0], score=parts["score"] or None))
     except Exception as error:  # of ours, or of the caller's function
@@ -160,7 +160,7 @@ def _text(count: int, *given: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _traced(x: Any, owner: Any, role: str) -> Any:
+def _trace(x: Any, owner: Any, role: str) -> Any:
     if isinstance(x, (Expression, Table)):
         known = [x] if isinstance(x, Table) else x.tables
         check_attached([t for t in known if t.source is not None])

@@ -61,7 +61,7 @@ def _attention_of(options: Options, tables: list[Table], *tensors: Any) -> tuple
         parts = [Recomputed.apply(block, queries[:, part], *beside) for block, part in blocks]
         out, lse = (torch.cat([x[n] for x in parts], dim=1) for n in (0, 1)) if parts else _nothing(q, v)
         if not packed:
-            out, lse = _padded(out, q.shape[2], 0.0), _padded(lse, q.shape[2], -torch.inf)
+            out, lse = _pad(out, q.shape[2], 0.0), _pad(lse, q.shape[2], -torch.inf)
         outs.append(out)
         lses.append(lse)
     if packed:
@@ -107,7 +107,7 @@ def _nothing(q: Any, v: Any) -> tuple[Any, Any]:
     return q.new_zeros(q.shape[1], 0, v.shape[-1]), q.new_zeros((q.shape[1], 0), dtype=_number(q.dtype))
 
 
-def _padded(x: Any, rows: int, value: float) -> Any:
+def _pad(x: Any, rows: int, value: float) -> Any:
     if x.shape[1] == rows:
         return x
     return torch.cat([x, x.new_full((x.shape[0], rows - x.shape[1], *x.shape[2:]), value)], dim=1)
@@ -297,6 +297,6 @@ def backward_again(form: str, seed: int | None, given: Tensors, flows: tuple[Any
 
 
 def _flat(into: Any) -> list[Any]:
-    """As Tensors.all has them."""
+    """Returns a list in the order of Tensors.all."""
     dq, dk, dv, tables, sinks = into
     return [dq, dk, dv, *tables, sinks]

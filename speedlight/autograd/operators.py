@@ -48,7 +48,7 @@ def results_like(q: Any, v: Any, layout: str) -> Any:
 
 
 def new_like(x: Any, shape: Any) -> Any:
-    """As the engine makes it."""
+    """Returns a new tensor, in the order of memory that the engine makes."""
     return torch.empty_permuted(shape, order_of(x.shape, x.stride()), dtype=x.dtype, device=x.device)
 
 

@@ -37,12 +37,8 @@ class Transformed(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
         form, seed, *tensors = given
-        dims = in_dims[2:]
-        if info.batch_size and _folds(form, dims[3:], tensors[4:]) and not _shares(tensors[:2], dims):
-            folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:3], dims[:3], strict=True)]
-            results = Transformed.apply(form, seed, *folded, *tensors[3:])
-            return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)
-        return _each(functools.partial(Transformed.apply, form, seed), tensors, dims, info.batch_size), (0, 0)
+        of_one = functools.partial(Transformed.apply, form, seed)
+        return _over_examples(of_one, tensors, in_dims[2:], info.batch_size, 3, form)
 
 
 class TransformedBackward(torch.autograd.Function):
@@ -70,22 +66,25 @@ class TransformedBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
         form, seed, wanted, *tensors = given
-        dims = in_dims[3:]
-        folds = info.batch_size and not wanted and _folds(form, dims[7:], tensors[8:])
-        if folds and not _shares(tensors[4:6], dims[4:]):
-            folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:7], dims[:7], strict=True)]
-            results = TransformedBackward.apply(form, seed, wanted, *folded, *tensors[7:])
-            return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
         of_one = functools.partial(TransformedBackward.apply, form, seed, wanted)
-        results = _each(of_one, tensors, dims, info.batch_size)
-        return results, (0,) * len(results)
+        return _over_examples(of_one, tensors, in_dims[3:], info.batch_size, 7, None if wanted else form)
 
 
-def _folds(form: str, dims: Any, tables: Any) -> bool:
-    """Returns whether examples can be items of one batch: sinks and tables are the same for all, and so
-    is every item.
+def _over_examples(
+    of_one: Callable[..., Any], tensors: Any, dims: Any, size: int, count: int, form: str | None
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Returns results of `size` examples, and their dims: of items of one batch where that is the same, else of each.
+
+    count: tensors with items, q, k and v last, ahead of sinks and tables. form: None where nothing can be folded.
     """
-    return not [x for x in dims if x is not None] and is_same_for_items(form, tables)
+    differ = any([x is not None for x in dims[count:]])  # sinks or tables: then examples are no items of one batch
+    folds = size and form is not None and not differ and is_same_for_items(form, tensors[count + 1 :])
+    if folds and not _shares(tensors[count - 3 : count - 1], dims[count - 3 :]):
+        folded = [_fold(x, at, size) for x, at in zip(tensors[:count], dims[:count], strict=True)]
+        results = tuple(x.unflatten(0, (size, -1)) for x in of_one(*folded, *tensors[count:]))
+    else:
+        results = _each(of_one, tensors, dims, size)
+    return results, (0,) * len(results)
 
 
 def _shares(given: Any, dims: Any) -> bool:
@@ -94,7 +93,7 @@ def _shares(given: Any, dims: Any) -> bool:
     return q != k
 
 
-def _folded(x: Any, at: int | None, count: int) -> Any:
+def _fold(x: Any, at: int | None, count: int) -> Any:
     return (x.unsqueeze(0).expand(count, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
 
 

@@ -80,7 +80,7 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
     signature, constants, attributes = {}, {}, {}
     for n, parameter in enumerate(each.kernel.params):
         value = each.arguments[parameter.name]
-        kind = _kind(value) if not parameter.is_constexpr else None
+        kind = _name_type(value) if not parameter.is_constexpr else None
         if kind is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
@@ -95,7 +95,7 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
     options = {"num_warps": each.warps, "num_stages": each.stages, "maxnreg": each.registers}
     built = triton.compile(ASTSource(each.kernel, signature, constants, attributes), target=target, options=options)
     seconds = time.perf_counter() - start
-    text = _assembled(built.asm["ptx"], capability)
+    text = _assemble(built.asm["ptx"], capability)
     used, spilled = (re.findall(pattern, text) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
     warnings = tuple(line.strip()[:160] for line in text.splitlines() if "wgmma" in line.lower() or "C75" in line)
     cores = re.compile(DEVICES[capability][1])
@@ -109,7 +109,7 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
     )
 
 
-def _kind(value: Any) -> str | None:
+def _name_type(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         return f"*{_TYPES[value.dtype]}"
     if isinstance(value, bool) or value is None:
@@ -119,7 +119,7 @@ def _kind(value: Any) -> str | None:
     return "fp32" if isinstance(value, float) else None
 
 
-def _assembled(ptx: str, capability: tuple[int, int]) -> str:
+def _assemble(ptx: str, capability: tuple[int, int]) -> str:
     """Returns ptxas' account of registers, spills and serialised products."""
     suffix = "a" if capability[0] >= 9 else ""
     tool = _BIN / ("ptxas-blackwell" if capability[0] >= 10 else "ptxas")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .sequence import Tensor
+
 
 @triton.jit(do_not_specialize=["n_new", "capacity", "programs"])
 def store(
@@ -33,10 +35,6 @@ def store(
     fits = length + count <= capacity
     if fits & (n < count):
         o_h = tl.arange(0, BLOCK_H).to(tl.int64)
-        token, packed_item = n + i_item * 0, i_item * (k_item * 0 + 1)
-        if first is not None:
-            token = token + tl.load(first + i_item)
-            packed_item = i_item * 0
         at = length + n
         slot, block = at, i_item
         if RING:
@@ -44,13 +42,10 @@ def store(
         if pages is not None:
             block = tl.load(pages + i_item * table_row + at // page_size).to(tl.int64)
             slot = at % page_size
-        p_k = k + packed_item * k_item + token * k_row + o_h[:, None] * k_head
-        p_v = v + packed_item * v_item + token * v_row + o_h[:, None] * v_head
-        new_k, m_k = load_token(p_k, k_column, o_h, HEADS, D, BLOCK_D)
-        new_v, m_v = load_token(p_v, v_column, o_h, HEADS, DV, BLOCK_DV)
-        o_d, o_dv = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_DV).to(tl.int64)
-        p_k = keys + block * K_item + slot * K_row + o_h[:, None] * K_head + o_d[None, :]
-        p_v = values + block * V_item + slot * V_row + o_h[:, None] * V_head + o_dv[None, :]
+        new_k, m_k = load_token(Tensor(k, k_item, k_head, k_row, k_column), n, i_item, first, o_h, HEADS, D, BLOCK_D)
+        new_v, m_v = load_token(Tensor(v, v_item, v_head, v_row, v_column), n, i_item, first, o_h, HEADS, DV, BLOCK_DV)
+        p_k = token_at(Tensor(keys, K_item, K_head, K_row, 1), block, slot, o_h, BLOCK_D)
+        p_v = token_at(Tensor(values, V_item, V_head, V_row, 1), block, slot, o_h, BLOCK_DV)
         if k_scales is None:
             tl.store(p_k, new_k, mask=m_k)
             tl.store(p_v, new_v, mask=m_v)
@@ -105,29 +100,31 @@ def store_in_pages(
             tl.store(status, wrong)
     if (wrong == 0) & (n < count):
         o_h = tl.arange(0, BLOCK_H).to(tl.int64)
-        token, packed_item = n + i_item * 0, i_item
-        if first is not None:
-            token = token + tl.load(first + i_item)
-            packed_item = i_item * 0
         at = length + n
         block, slot = tl.load(p_table + at // page_size).to(tl.int64), at % page_size
-        p_k = k + packed_item * k_item + token * k_row + o_h[:, None] * k_head
-        p_v = v + packed_item * v_item + token * v_row + o_h[:, None] * v_head
-        new_k, m_k = load_token(p_k, k_column, o_h, HEADS, D, BLOCK_D)
-        new_v, m_v = load_token(p_v, v_column, o_h, HEADS, DV, BLOCK_DV)
-        o_d, o_dv = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_DV).to(tl.int64)
-        p_k = keys + block * K_item + slot * K_row + o_h[:, None] * K_head + o_d[None, :] * K_column
-        p_v = values + block * V_item + slot * V_row + o_h[:, None] * V_head + o_dv[None, :] * V_column
+        new_k, m_k = load_token(Tensor(k, k_item, k_head, k_row, k_column), n, i_item, first, o_h, HEADS, D, BLOCK_D)
+        new_v, m_v = load_token(Tensor(v, v_item, v_head, v_row, v_column), n, i_item, first, o_h, HEADS, DV, BLOCK_DV)
+        p_k = token_at(Tensor(keys, K_item, K_head, K_row, K_column), block, slot, o_h, BLOCK_D)
+        p_v = token_at(Tensor(values, V_item, V_head, V_row, V_column), block, slot, o_h, BLOCK_DV)
         tl.store(p_k, new_k, mask=m_k)
         tl.store(p_v, new_v, mask=m_v)
 
 
 @triton.jit
-def load_token(p, column, o_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's rows of all heads, [heads, BLOCK], and the mask of those elements that exist."""
+def load_token(new: Tensor, n, i_item, first, o_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """New token n of an item, the rows of all heads, [heads, BLOCK], and the mask of those elements that exist."""
+    token, item = n + i_item * 0, i_item
+    if first is not None:
+        token, item = token + tl.load(first + i_item), i_item * 0
+    m = (o_h < HEADS)[:, None] & (tl.arange(0, BLOCK) < WIDTH)[None, :]
+    return tl.load(token_at(new, item, token, o_h, BLOCK), mask=m, other=0.0), m
+
+
+@triton.jit
+def token_at(x: Tensor, item, row, o_h, BLOCK: tl.constexpr):
+    """Pointers to the rows of all heads of a token, [heads, BLOCK]."""
     o_d = tl.arange(0, BLOCK).to(tl.int64)
-    m = (o_h < HEADS)[:, None] & (o_d < WIDTH)[None, :]
-    return tl.load(p + o_d[None, :] * column, mask=m, other=0.0), m
+    return x.p + item * x.item + row * x.row + o_h[:, None] * x.head + o_d[None, :] * x.column
 
 
 @triton.jit

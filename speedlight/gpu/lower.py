@@ -83,22 +83,18 @@ class _Text:
 
     def emit(self, node: Node, args: list[str]) -> str:
         op, kind = node.op, node.kind
-        if op == "symbol":
-            return node.value if node.is_float else f"{node.value}.to({self.type_of('int')})"
-        if op == "number":
-            return self.number(node)
-        if op == "table":
-            return self.look_up(node, args)
         match op:
+            case "symbol":
+                return node.value if node.is_float else f"{node.value}.to({self.type_of('int')})"
+            case "number":
+                return self.number(node)
+            case "table":
+                return self.look_up(node, args)
             case "add" | "sub" | "mul" | "lt" | "le" | "gt" | "ge" | "eq" | "ne" | "and" | "or" | "xor":
                 return f"{args[0]} {OPERATIONS[op].symbol} {args[1]}"
-            case "exp" | "exp2" | "log" | "log2" | "tanh" | "sqrt" | "sigmoid" | "sin" | "cos" | "tan" | "erf":
-                return f"{op}({args[0]})"
-            case "log1p" | "expm1":
-                return f"{op}({args[0]})"
             case "div":
                 return f"divided({args[0]}, {args[1]})"
-            case "floordiv" | "mod":
+            case "floordiv" | "mod" | "shl" | "shr":
                 name = "float_" if node.is_float else "int_"
                 return f"{name}{op}({args[0]}, {args[1]})"
             case "neg":
@@ -109,8 +105,6 @@ class _Text:
                 return f"tl.where({args[0]} < 0, -{args[0]}, {args[0]})"
             case "abs" | "floor":
                 return f"tl.{op}({args[0]})"
-            case "shl" | "shr":
-                return f"int_{op}({args[0]}, {args[1]})"
             case "min" | "max":
                 nan = ", propagate_nan=tl.PropagateNan.ALL" if node.is_float else ""
                 return f"tl.{op}imum({args[0]}, {args[1]}{nan})"
@@ -120,7 +114,8 @@ class _Text:
                 return f"whole({args[0]}).to({self.type_of(kind)})"
             case "cast":
                 return f"{args[0]}.to({self.type_of(kind)})"
-        raise AssertionError(op)
+            case _:  # a function of gpu/primitives.py
+                return f"{op}({args[0]})"
 
     def look_up(self, node: Node, index: list[str]) -> str:
         """The entry at the index, clamped to the table; names[node, dimension] says whether it was out of bounds."""

@@ -159,20 +159,6 @@ def prepare(
     return Call(tuple(parts))
 
 
-def run(
-    problem: Problem,
-    layout: str,
-    q: torch.Tensor,
-    keys: Keys,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    cu_q: tuple[int, ...] | None = None,
-) -> None:
-    """Over a cache or pages: prepared, and run at once."""
-    prepare(problem, layout, str(q.device), keys, cu_q=cu_q).run(q, keys, out, lse)
-
-
 def _tile_classes(p: Problem) -> list[list[int]] | list[None]:
     """Packed sequences by the tiles that they take, so that none depends on its neighbours; [None] where all are of one
     class. Of several classes, sequences without a query are left out.

@@ -55,7 +55,7 @@ def online_softmax(x, factor, running_max, running_sum):
 
 @triton.jit
 def log_sum_exp(running_max, running_sum):
-    """From the maximum as a logit. -inf for rows that see no key, and only for those: else it is clamped to ±MOST."""
+    """Log-sum-exps from the maximum as a logit: -inf for rows that see no key, and only those; others within ±MOST."""
     lse = running_max + tl.math.log2(tl.where(running_sum == 0.0, 1.0, running_sum)) * LN2
     lse = tl.where(lse > MOST, MOST, tl.where(lse < -MOST, -MOST, lse))
     return tl.where(running_sum == 0.0, float("-inf"), lse)
@@ -121,7 +121,7 @@ def opposite(condition):
 
 @triton.jit
 def int_floordiv(a, b):
-    """As Python's; 0 where b is, and the least integer // -1 is itself."""
+    """Divides as Python does; 0 where b is, and the least integer // -1 is itself."""
     usual = (b != 0) & (b != -1)
     by = tl.where(usual, b, 1)
     quotient = a // by
@@ -231,7 +231,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """From e^(-2|x|) - 1, which is relatively exact where it is small."""
+    """Computes it from e^(-2|x|) - 1, which is relatively exact where it is small."""
     twice = tl.maximum(tl.abs(x) * -2.0, -40.0)
     if x.dtype == tl.float32:
         n = _whole_part(twice)
@@ -264,7 +264,7 @@ def cos(x):
 
 @triton.jit
 def tan(x):
-    """In float64, of which a quotient of two is right to 3 ulp."""
+    """Computes it in float64, of which a quotient of two is right to 3 ulp."""
     angle = _angle(x).to(tl.float64)
     return (tl.math.sin(angle) / tl.math.cos(angle)).to(x.dtype)
 
@@ -285,7 +285,7 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
-    """In float32 2^n · (e^r - 1) + (2^n - 1), with half of 2^n, which would overflow; in float64 as log1p."""
+    """2^n · (e^r - 1) + (2^n - 1), with half of 2^n, which would overflow, in float32; in float64 as log1p."""
     if x.dtype == tl.float32:
         n = _whole_part(tl.maximum(x, -40.0))
         r = tl.minimum(tl.maximum(x, -40.0), 88.72283) - n * 0.693359375 + n * 2.12194440e-4

@@ -124,7 +124,7 @@ class Rows:
         return sum(x.element_size() * x[0, :, 0].numel() for x in self.parts)
 
     def keys(self, **more: Any) -> Keys:
-        """As the attention kernel takes them."""
+        """Returns what the attention kernel takes."""
         return Keys(
             self.k,
             self.v,

@@ -23,7 +23,7 @@ from ..problem.results import Results
 from ..problem.tokens import Batch, Moves, Piece, TokenShape
 from ..problem.windows import PIECE, Ring
 from .launch import capturing, start
-from .prepare import run
+from .prepare import prepare
 from .rows import Destination, Rows, Tokens, described, device_of, to_numpy, to_torch
 from .schedule import check, power_above
 
@@ -217,8 +217,8 @@ class CacheStorage:
         ring = {"ring_first": self.ring.fixed, "ring": self.ring.size}
         keys = self.rows[layer].keys(lengths=self.lengths.tensor[layer], most=call.most, **ring)
         rows, lse = (slice(None), slice(None), piece.rows), results.lse
-        out = results.out.tensor[rows]
-        run(call.problem, "bhld", q.tensor[rows], keys, out, None if lse is None else lse.tensor[rows])
+        out, part = results.out.tensor[rows], None if lse is None else lse.tensor[rows]
+        prepare(call.problem, "bhld", str(self.device), keys).run(q.tensor[rows], keys, out, part)
 
 
 class PoolStorage:
@@ -307,9 +307,9 @@ class PoolStorage:
     def attend(self, layer: int, q: Array, batch: Batch, options: Options, results: Results) -> None:
         """Packed queries over their sequences' tokens."""
         problem = from_stored(q, self.shape.stored(batch.after), options._replace(q_lengths=batch.counts))
-        check(problem, str(self.device), "ieee")
         keys = self.rows[layer].keys(
             pages=self._uploaded(batch), page_size=self.page_size, page_count=self.page_count, status=self.status
         )
         offsets, lse = tuple(itertools.accumulate(batch.counts, initial=0)), results.lse
-        run(problem, "lhd", q.tensor, keys, results.out.tensor, None if lse is None else lse.tensor, cu_q=offsets)
+        call = prepare(problem, "lhd", str(self.device), keys, cu_q=offsets)
+        call.run(q.tensor, keys, results.out.tensor, None if lse is None else lse.tensor)

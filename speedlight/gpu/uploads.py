@@ -157,11 +157,11 @@ def classes_of(p: Problem, uploads: Uploads, grid: Grid, device: torch.device) -
         return Classes()
     key = grid, str(device)
     if key not in uploads.classes:
-        uploads.classes[key] = _classified(p, uploads.program, grid, device)
+        uploads.classes[key] = _classify(p, uploads.program, grid, device)
     return uploads.classes[key]
 
 
-def _classified(p: Problem, program: Program, grid: Grid, device: torch.device) -> Classes:
+def _classify(p: Problem, program: Program, grid: Grid, device: torch.device) -> Classes:
     uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
     differ = "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1
     items, heads = p.batch if differ else 1, p.q_heads // grid.pack if "h" in uses else 1
@@ -171,14 +171,14 @@ def _classified(p: Problem, program: Program, grid: Grid, device: torch.device) 
     words = np.zeros((items, heads, blocks, chunks, 2), np.int64)
     for item, head in itertools.product(range(items), range(heads)):
         ends = (head * grid.pack, head * grid.pack + grid.pack - 1) if "h" in uses else (0, p.q_heads - 1)
-        for n, x in enumerate(_shown(p, program, item, ends, grid, blocks, chunks)):
+        for n, x in enumerate(_bound_tiles(p, program, item, ends, grid, blocks, chunks)):
             bits = np.broadcast_to(x, (blocks, chunks * _BITS)).reshape(blocks, chunks, _BITS)
             words[item, head, :, :, n] = (bits.astype(np.int64) << np.arange(_BITS)).sum(axis=-1)
     signed = torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device)
     return Classes(signed, heads * blocks if items > 1 else 0, blocks if heads > 1 else 0, chunks)
 
 
-def _shown(
+def _bound_tiles(
     p: Problem, program: Program, item: int, heads: tuple[int, int], grid: Grid, blocks: int, chunks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns whether tiles are partly, and wholly, visible: arrays that broadcast to [blocks, tiles],

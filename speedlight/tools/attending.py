@@ -58,7 +58,7 @@ def attend(
         raise ArgumentError(f"--output: expected another file than those that are read; got {output}.")
     check_seed(dropout, seed)
     found = read_arrays(files)
-    arrays = named(found, {"--q": q, "--k": k, "--v": v})
+    arrays = find_named(found, {"--q": q, "--k": k, "--v": v})
     options: dict[str, Any] = {"scale": scale, "layout": layout, "dropout": dropout, "seed": seed}
     options |= hidden_by("top-left" if top_left else causal, window, mask, score)
     if layout == "lhd":
@@ -90,7 +90,7 @@ def attend(
         raise typer.Exit(1)
 
 
-def named(found: dict[str, np.ndarray], names: dict[str, str]) -> list[np.ndarray]:
+def find_named(found: dict[str, np.ndarray], names: dict[str, str]) -> list[np.ndarray]:
     """The arrays of a file that options name."""
     for option, name in names.items():
         if name not in found:
@@ -111,12 +111,12 @@ def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan) ->
         return out, lse, seconds
     parts, seconds = [], 0.0
     with progress("attention by heads", plan.problem.kv_heads) as advance:
-        for some in _by_heads(arrays, options["layout"], plan.problem):
+        for some in _split_heads(arrays, options["layout"], plan.problem):
             start = time.perf_counter()
             parts.append(sl.attention(*some, return_lse=True, **options))
             seconds += time.perf_counter() - start
             advance()
-    out, lse = _joined(parts, options["layout"])
+    out, lse = _join(parts, options["layout"])
     return out, lse, seconds
 
 
@@ -133,7 +133,7 @@ def _heads_are_alike(problem: Problem) -> bool:
     return problem.kv_heads > 0 and not problem.dropout and not any("h" in x.root.uses for x in expressions)
 
 
-def _by_heads(arrays: list[np.ndarray], layout: str, problem: Problem) -> Iterator[list[np.ndarray]]:
+def _split_heads(arrays: list[np.ndarray], layout: str, problem: Problem) -> Iterator[list[np.ndarray]]:
     """q, k and v of each head of the keys."""
     axis, group = layout.index("h"), problem.group
     for h in range(problem.kv_heads):
@@ -141,7 +141,7 @@ def _by_heads(arrays: list[np.ndarray], layout: str, problem: Problem) -> Iterat
         yield [x[(slice(None),) * axis + (some,)] for x, some in zip(arrays, heads, strict=True)]
 
 
-def _joined(parts: list[tuple[np.ndarray, np.ndarray]], layout: str) -> tuple[np.ndarray, np.ndarray]:
+def _join(parts: list[tuple[np.ndarray, np.ndarray]], layout: str) -> tuple[np.ndarray, np.ndarray]:
     """Results of heads, as those of one call."""
     axis, lse_axis = layout.index("h"), len(layout) - 3
     outs, lses = zip(*parts, strict=True)
@@ -156,13 +156,13 @@ def _check(
     alike, layout = _heads_are_alike(problem), options["layout"]
     wanted, bounds = [], []
     with progress("check in float64", problem.kv_heads if alike else 1) as advance:
-        for some in _by_heads(arrays, layout, problem) if alike else [arrays]:
+        for some in _split_heads(arrays, layout, problem) if alike else [arrays]:
             wanted.append(sl.reference.attention(*some, return_lse=True, **options))
             bound = sl.reference.error_bound(*some, dot=dot, **options)
             bounds.append((bound.out, bound.lse))
             advance()
     outside, share, largest = 0, 0.0, 0.0
-    for got, expected, bound in zip((out, lse), _joined(wanted, layout), _joined(bounds, layout), strict=True):
+    for got, expected, bound in zip((out, lse), _join(wanted, layout), _join(bounds, layout), strict=True):
         got = got.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             same = (got == expected) | (np.isnan(got) & np.isnan(expected))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ArgumentError
-from .measuring import Problem, about, row_of
+from .measuring import about, problems_of, row_of
 from .options import Backward, Json, Unit, on_unit
 from .peers import BACKWARD, LIBRARIES, PEERS
 from .reports import console, print_json, progress, write_json
@@ -48,7 +47,8 @@ def bench(
 
     --backward: gradients, beside PyTorch's.
     """
-    problems = _problems(dtype, head_dim, q_len, causal, q_heads, backward)
+    _check_sizes(dtype or [], head_dim or [], q_len or [], q_heads)
+    problems = problems_of(dtype, head_dim, q_len, causal, q_heads, backward)
     names = _names(peer, backward)
     if turns < 1:
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
@@ -81,23 +81,13 @@ def _names(peer: list[str] | None, backward: bool) -> list[str]:
     return names
 
 
-def _problems(
-    dtypes: list[str] | None,
-    dims: list[int] | None,
-    lengths: list[int] | None,
-    causal: bool | None,
-    heads: int,
-    backward: bool,
-) -> list[Problem]:
-    for name, values in (("head_dim", dims or []), ("q_len", lengths or []), ("q_heads", [heads])):
+def _check_sizes(dtypes: list[str], dims: list[int], lengths: list[int], heads: int) -> None:
+    for name, values in (("head_dim", dims), ("q_len", lengths), ("q_heads", [heads])):
         if any(not 1 <= x <= 1 << 20 for x in values):
             raise ArgumentError(f"{name}: expected sizes from 1 to 1,048,576; got {', '.join(map(str, values))}.")
-    for name in dtypes or []:
+    for name in dtypes:
         if name not in _DTYPES:
             raise ArgumentError(f"--dtype: expected some of {', '.join(_DTYPES)}; got {name!r}.")
-    masks = (False, True) if causal is None else (causal,)
-    sizes = itertools.product(dtypes or _DTYPES[:3], dims or (64, 128), lengths or (128, 512, 2048, 8192), masks)
-    return [Problem(t, heads, n, d, c, backward) for t, d, n, c in sizes]
 
 
 def _print(report: dict[str, Any], output: Path | None) -> None:

@@ -22,7 +22,7 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: {how_to_install('cli')}") from None
 
 from . import options as opt
-from .attending import attend, named
+from .attending import attend, find_named
 from .bench import bench
 from .inspecting import info, show
 from .options import check_device, check_seed, hidden_by, on_unit
@@ -86,7 +86,7 @@ def view(
     check_path(output)
     options = hidden_by(causal, window, mask, None)
     if files:
-        queries, keys = named(read_arrays(files), {"--q": q, "--k": k})
+        queries, keys = find_named(read_arrays(files), {"--q": q, "--k": k})
         of_head = lambda h: hidden_by(causal, window, mask, None, {"b": item, "h": h})  # noqa: E731
         report: dict[str, Any] = draw_weights(queries, keys, head or [0], item, span, labels, of_head, output)
         lines = _weight_rows(report["weights"])
@@ -164,14 +164,14 @@ def plan(
             **hidden_by(causal, window, mask, score),
         )  # fmt: skip
     if exact and found.visible_pairs is None:
-        found = _counted(found)
+        found = _count_pairs(found)
     if as_json:
         print_json(plan_figures(found))
     else:
         print_rows(plan_rows(found))
 
 
-def _counted(found: sl.Plan) -> sl.Plan:
+def _count_pairs(found: sl.Plan) -> sl.Plan:
     """The plan as exact=True makes it; a bar says how long counting takes."""
     p = found.problem
     tiles = found.tiles_full + found.tiles_mixed
@@ -212,7 +212,7 @@ def main() -> None:
     try:
         out.flush()
     except OSError as error:  # full, or a pipe that nobody reads any more
-        code = code or _unwritten(error)
+        code = code or _report_unwritten(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes once more when it ends
     raise SystemExit(code)
 
@@ -230,7 +230,7 @@ def _run(words: list[str]) -> int:
         print(f"speedlight: {usage(error, words)}", file=sys.stderr)
         return 2
     except OSError as error:
-        return _unwritten(error)
+        return _report_unwritten(error)
     except (KeyboardInterrupt, typer.Abort, SystemExit) as end:
         if isinstance(end, SystemExit) and end.code != 130:  # Typer makes that of an interrupt
             if not isinstance(end.code, int):
@@ -240,7 +240,7 @@ def _run(words: list[str]) -> int:
         return 130
 
 
-def _unwritten(error: OSError) -> int:
+def _report_unwritten(error: OSError) -> int:
     """The exit code where stdout cannot be written to; who has closed a pipe knows of it."""
     if isinstance(error, BrokenPipeError):
         return 1

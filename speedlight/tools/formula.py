@@ -48,8 +48,8 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
     Raises ArgumentError, naming the option, for anything but numbers, operators, the patterns and the functions.
     """
     if found := _FILE.fullmatch(text.strip()):
-        return _of_file(option, Path(found[1]), found[2])
-    tree = _parsed(option, text)
+        return _load(option, Path(found[1]), found[2])
+    tree = _parse(option, text)
     names = {n: getattr(sl, n) for n in (*_PATTERNS, *_FUNCTIONS)}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for name in used - {*names, *symbols}:
@@ -57,24 +57,20 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
         raise ArgumentError(f"{option}: expected one of the names {known}; got {name!r}.")
     _check(option, text, tree)
     if not used & set(symbols):
-        return _evaluated(option, text, tree, names)
-    if symbols.startswith("s"):
-        if used & set(_PATTERNS):
-            raise ArgumentError(
-                f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in "
-                f"{_shortened(text)}."
-            )
-        return sl.expression(
-            lambda s, b, h, i, j: _evaluated(option, text, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}),
-            "score",
+        return _evaluate(option, text, tree, names)
+    if symbols.startswith("s") and used & set(_PATTERNS):
+        raise ArgumentError(
+            f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in {_shorten(text)}."
         )
-    names |= {n: _inlined(names[n]) for n in _PATTERNS}
-    return sl.expression(
-        lambda b, h, i, j: _evaluated(option, text, tree, names | {"b": b, "h": h, "i": i, "j": j}), "mask"
-    )
+    names |= {n: _inline(names[n]) for n in _PATTERNS}
+
+    def function(*given: Any) -> Any:
+        return _evaluate(option, text, tree, names | dict(zip(symbols, given, strict=True)))
+
+    return sl.expression(function, option.removeprefix("--"))
 
 
-def _of_file(option: str, path: Path, name: str) -> sl.Expression:
+def _load(option: str, path: Path, name: str) -> sl.Expression:
     """Runs the file, and returns its function or pattern of this name as an expression."""
     try:
         names = runpy.run_path(str(path))
@@ -100,7 +96,7 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no words'])[0]}".rstrip(".")
 
 
-def _parsed(option: str, text: str) -> ast.expr:
+def _parse(option: str, text: str) -> ast.expr:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         if sum(1 for _ in ast.walk(tree)) <= _MOST_PARTS:
@@ -109,12 +105,12 @@ def _parsed(option: str, text: str) -> ast.expr:
         why = getattr(error, "msg", None) or error
         way = f" Name its function: {text.strip()}:name." if text.strip().endswith(".py") else ""
         raise ArgumentError(
-            f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shortened(text)} ({why}).{way}"
+            f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shorten(text)} ({why}).{way}"
         ) from None
     except (RecursionError, MemoryError):
         pass
     raise ArgumentError(
-        f"{option}: expected a formula of at most {_MOST_PARTS:,} parts, less deeply nested; got {_shortened(text)}. "
+        f"{option}: expected a formula of at most {_MOST_PARTS:,} parts, less deeply nested; got {_shorten(text)}. "
         "Use Python and sl.table()."
     )
 
@@ -125,14 +121,14 @@ def _check(option: str, text: str, tree: ast.expr) -> None:
         while stack:
             stack.extend(_operands(stack.pop()))
     except ValueError as error:
-        raise ArgumentError(f"{option}: {error} in {_shortened(text)}.") from None
+        raise ArgumentError(f"{option}: {error} in {_shorten(text)}.") from None
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 100 else f"{text[:100]}…")
 
 
-def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> Any:
+def _evaluate(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> Any:
     """Returns the value of the formula with these names.
 
     Nothing else can be reached: the tree is walked here, and not run by Python.
@@ -151,9 +147,9 @@ def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) ->
         if isinstance(error, Error):
             if isinstance(error, (ArgumentError, ArgumentTypeError)):  # of a pattern, which names its own argument
                 told = re.sub(r"mask=lambda b, h, i, j: ([^.]+)", r"'\1'", str(error))  # as it is typed here
-                error.args = (f"{option}: {_shortened(text)}: {told}", *error.args[1:])
+                error.args = (f"{option}: {_shorten(text)}: {told}", *error.args[1:])
             raise
-        raise ArgumentError(f"{option}: {_shortened(text)}: {error}.") from None
+        raise ArgumentError(f"{option}: {_shorten(text)}: {error}.") from None
     return values[tree]
 
 
@@ -211,11 +207,11 @@ def _value(node: ast.AST, values: dict[ast.AST, Any], names: dict[str, Any]) -> 
                 raise ValueError(f"expected a function; got {name}(…)")
             return names[name](*(values[x] for x in node.args), **{x.arg or "": values[x.value] for x in node.keywords})
         case ast.BinOp():
-            return _joined(type(node.op), values[node.left], values[node.right])
+            return _apply(type(node.op), values[node.left], values[node.right])
     raise AssertionError(node)
 
 
-def _joined(op: type[ast.operator], left: Any, right: Any) -> Any:
+def _apply(op: type[ast.operator], left: Any, right: Any) -> Any:
     """Applies a binary operator; raises where Python's integers grow beyond our 64 bits."""
     if op is ast.LShift and type(right) is int and right > 63:
         raise ValueError(f"<<: expected a shift of 0 to 63; got {shown(right)}")
@@ -235,6 +231,6 @@ def read_formulas(mask: str | None, score: str | None, at: dict[str, int] | None
     return {name: substituted(x, offsets) if isinstance(x, sl.Expression) else x for name, x in found.items()}
 
 
-def _inlined(pattern: Any) -> Any:
+def _inline(pattern: Any) -> Any:
     """A pattern whose mask is a condition among symbols."""
     return lambda *numbers, **named: Symbol(pattern(*numbers, **named).root)

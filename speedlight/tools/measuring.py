@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import platform
 import statistics
 import time
@@ -180,6 +181,16 @@ class Problem(NamedTuple):
     def name(self) -> str:
         mask = "causal" if self.causal else "full"
         return f"{self.dtype} H{self.heads} N{self.length} d{self.head_dim} {mask}{' backward' * self.backward}"
+
+
+def problems_of(
+    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, causal: bool | None, heads: int,
+    backward: bool,
+) -> list[Problem]:  # fmt: skip
+    """Returns all problems of these sizes; None stands for the usual ones."""
+    dtypes, masks = dtypes or ["float32", "float16", "bfloat16"], (False, True) if causal is None else (causal,)
+    sizes = itertools.product(dtypes, dims or (64, 128), lengths or (128, 512, 2048, 8192), masks)
+    return [Problem(t, heads, n, d, c, backward) for t, d, n, c in sizes]
 
 
 def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:

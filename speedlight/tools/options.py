@@ -109,7 +109,7 @@ def hidden_by(
 
 @contextlib.contextmanager
 def on_unit(name: str | None) -> Iterator[None]:
-    """In force while a command runs, as SPEEDLIGHT_ISA would be."""
+    """Puts a vector unit in force while a command runs, as SPEEDLIGHT_ISA would."""
     before = os.environ.get("SPEEDLIGHT_ISA")
     if name is not None:
         os.environ["SPEEDLIGHT_ISA"] = name

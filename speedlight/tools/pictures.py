@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import reference
+import speedlight as sl
+
 from ..errors import ArgumentError, FileError, how_to_install
 from ..problem.plan import Plan
 from ..problem.problem import Problem
@@ -208,7 +209,7 @@ def _cells(
     bands, step = [], max(1, _ROWS // tall) * tall
     for start in range(*rows, step):
         some = q[item : item + 1, head : head + 1, start : min(start + step, rows[1])]
-        w = reference.weights(some, one, q_start=start + k.shape[2] - q.shape[2], **options)[0, 0][:, slice(*keys)]
+        w = sl.reference.weights(some, one, q_start=start + k.shape[2] - q.shape[2], **options)[0, 0][:, slice(*keys)]
         w = np.pad(w, ((0, -w.shape[0] % tall), (0, -w.shape[1] % wide)))
         bands.append(w.reshape(w.shape[0] // tall, tall, w.shape[1] // wide, wide).max(axis=(1, 3)))
     return np.concatenate(bands)

@@ -177,18 +177,12 @@ def prefill(dtype: str, heads: int, n: int, d: int, causal: bool = False) -> Cas
     return lambda isa: _over_arrays(isa, q, k, v, "bhld", causal)
 
 
-def own_step(dtype: str, n: int) -> Case:
+def own_step(dtype: str, n: int, layout: str = "bhld") -> Case:
     """Prepares one token over the caller's own keys and values."""
-    q, k = (numbers((1, heads, rows, _DIM), dtype) for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n)))
+    sizes = [{"b": 1, "h": heads, "l": rows, "d": _DIM} for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n))]
+    q, k = (numbers(tuple(size[axis] for axis in layout), dtype) for size in sizes)
     v = k.copy()
-    return lambda isa: _over_arrays(isa, q, k, v, "bhld", False)
-
-
-def adjoining_step(dtype: str, n: int) -> Case:
-    """Prepares one token over the caller's own keys and values, whose heads adjoin."""
-    q, k = (numbers((1, rows, heads, _DIM), dtype) for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n)))
-    v = k.copy()
-    return lambda isa: _over_arrays(isa, q, k, v, "blhd", False)
+    return lambda isa: _over_arrays(isa, q, k, v, layout, False)
 
 
 def _over_arrays(isa: Isa, q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: str, causal: bool) -> Run:
@@ -226,15 +220,17 @@ def trials_of(isa: Isa) -> list[Trial]:
     if isa.product("bf16") == "pairs":
         trials += _blocks("bfloat16", "pairs")
     own, heads = lambda: own_step("float32", 16384), (1, 2, 3, 4, 6, 8)
+    adjoining = lambda: own_step("float32", 8192, "blhd")  # noqa: E731
+    rows = _field("fetching", "rows", {"nothing": 0, "16 rows": 16, "32 rows": 32, "64 rows": 64})
+    distances = _field("fetching", "cache_bytes", {f"{x} KiB": x << 10 for x in (4, 8, 16, 32, 64)})
+    inline = _field("threading", "inline_seconds", {f"{x * 1e6:.0f} us": x for x in (20e-6, 50e-6, 100e-6, 200e-6)})
     return [
         *trials,
-        Trial("fetching in long problems", _rows_ahead, lambda: [prefill("float32", *size) for size in _LONG]),
+        Trial("fetching in long problems", rows, lambda: [prefill("float32", *size) for size in _LONG]),
         Trial("fetching ahead", _fetched, lambda: [*_caches(), own()]),
-        Trial("how far ahead", _distances, _caches),
-        Trial(
-            "decode tasks", _decode_tasks, lambda: [cached_step("float32", 8192, 2), adjoining_step("float32", 8192)]
-        ),
-        Trial("inline", _inline, lambda: [prefill("float32", n, 64, 64) for n in heads]),
+        Trial("how far ahead", distances, _caches),
+        Trial("decode tasks", _decode_tasks, lambda: [cached_step("float32", 8192, 2), adjoining()]),
+        Trial("inline", inline, lambda: [prefill("float32", n, 64, 64) for n in heads]),
     ]
 
 
@@ -274,9 +270,11 @@ def _tasks(tuning: Tuning, part: str) -> dict[str, Parts]:
     return {name: {part: x} for name, x in (sizes | tasks).items()}
 
 
-def _rows_ahead(tuning: Tuning) -> dict[str, Parts]:
-    now = tuning.fetching.rows
-    return {f"{x} rows" if x else "nothing": {"fetching": {"rows": x}} for x in (0, 16, 32, 64) if x != now}
+def _field(part: str, field: str, values: dict[str, Any]) -> Callable[[Tuning], dict[str, Parts]]:
+    """Returns the candidates that differ in one field."""
+    return lambda tuning: {
+        name: {part: {field: x}} for name, x in values.items() if x != getattr(getattr(tuning, part), field)
+    }
 
 
 def _fetched(tuning: Tuning) -> dict[str, Parts]:
@@ -295,21 +293,10 @@ def _fetched(tuning: Tuning) -> dict[str, Parts]:
     return {x: {"fetching": row} for x, row in rows.items() if any(getattr(now, y) != row[y] for y in row)}
 
 
-def _distances(tuning: Tuning) -> dict[str, Parts]:
-    now = tuning.fetching.cache_bytes
-    return {f"{x} KiB": {"fetching": {"cache_bytes": x << 10}} for x in (4, 8, 16, 32, 64) if x << 10 != now}
-
-
 def _decode_tasks(tuning: Tuning) -> dict[str, Parts]:
     now = tuning.decoding
     rows = _others("tasks", now.tasks, (2, 4, 8)) | _others("rows", now.rows, (32, 128, 512))
     return {name: {"decoding": x} for name, x in (rows | _others("spans", now.spans, (1, 2, 4))).items()}
-
-
-def _inline(tuning: Tuning) -> dict[str, Parts]:
-    rows = {f"{x * 1e6:.0f} us": {"inline_seconds": x} for x in (20e-6, 50e-6, 100e-6, 200e-6)}
-    now = tuning.threading.inline_seconds
-    return {name: {"threading": x} for name, x in rows.items() if x["inline_seconds"] != now}
 
 
 def _others(field: str, now: int, values: tuple[int, ...]) -> dict[str, dict[str, Any]]:

@@ -143,7 +143,7 @@ def test_a_failed_piece_leaves_the_window(rng, monkeypatch):
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=20, device="cuda")
     x = [tensor(y) for y in tokens(rng, "float32", (1, 1, 600, 16), (1, 1, 600, 16), (1, 1, 600, 16))]
     cache.attend(0, *(y[:, :, :50] for y in x))
-    before, calls, real = cache.keys(0), [], sl.gpu.storage.run
+    before, calls, real = cache.keys(0), [], sl.gpu.storage.prepare
 
     def fail(*a, **o):
         calls.append(1)
@@ -151,7 +151,7 @@ def test_a_failed_piece_leaves_the_window(rng, monkeypatch):
             raise sl.CompileError("no")
         return real(*a, **o)
 
-    monkeypatch.setattr("speedlight.gpu.storage.run", fail)
+    monkeypatch.setattr("speedlight.gpu.storage.prepare", fail)
     with pytest.raises(sl.CompileError):
         cache.attend(0, *x)
     assert len(calls) == 3 and cache.length(0) == 50 and same([before], [cache.keys(0)])
@@ -172,7 +172,7 @@ def test_a_failing_call_takes_nothing_from_a_ring(rng, n, monkeypatch):
         raise sl.CompileError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("speedlight.gpu.storage.run", fail)
+        patch.setattr("speedlight.gpu.storage.prepare", fail)
         with pytest.raises(sl.CompileError):
             cache.attend(0, *(tensor(y[:, :, :n]) for y in x))
     with pytest.raises(sl.ArgumentError, match="one whose window is still there"):

@@ -122,7 +122,7 @@ def test_counting_says_how_far_it_is(monkeypatch, other):
             return None
 
     monkeypatch.setattr(cli, "progress", Watched)
-    pairs = cli._counted(whole).visible_pairs
+    pairs = cli._count_pairs(whole).visible_pairs
     total, *steps = heard
     assert total == sum(steps) == whole.tiles_mixed > 0 and len(steps) > 1
     assert pairs == sl.plan(q_heads=8, q_len=300, head_dim=64, mask=whole.problem.mask, exact=True).visible_pairs
