@@ -126,6 +126,9 @@ def test_packed_in_one_row():
     offsets = torch.tensor([0, 4, 10, 13], dtype=torch.int32)
     plain = mask_of(1, 13, 13, mask_function=m.sliding_window_causal_mask_function(4))
     assert_equal(attend(torch.nn.Module(), q, k, k, plain, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0], want)
+    for _ in range(2):  # also where the call without offsets has been prepared
+        attend(torch.nn.Module(), q, k, k, plain)
+    assert_equal(attend(torch.nn.Module(), q, k, k, plain, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0], want)
 
 
 def test_packed_by_positions_alone():
