@@ -186,7 +186,7 @@ def _attend_again(
     mask = score = None
     if attn_mask is not None:
         dtype = attn_mask.dtype
-        if is_causal or attn_mask.dim() < 2:
+        if is_causal or attn_mask.dim() < 2 or attn_mask.requires_grad:  # then results lie otherwise
             return None
         if dtype is torch.bool:
             mask = attn_mask
