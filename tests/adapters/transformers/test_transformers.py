@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import FULL, ROOT
 from small_llama import BATCH, DIM, HEADS, HOLES, KV_HEADS, LEFT, RIGHT, SIZES, assert_equal, drawn, registered
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedlight as sl
 import speedlight.transformers
@@ -64,6 +65,10 @@ PATTERNS = {
     "causal, holes": {**SQUARE, "attention_mask": HOLES},
     "step": {**STEP},
     "step, left": {**STEP, "attention_mask": LEFT},
+    "step, left, chunked": {
+        **STEP, "mask_function": m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
+        "attention_mask": HOLES,
+    },
     "chunk": {**CHUNK, "attention_mask": LEFT},
     "both ways": {**SQUARE, "mask_function": m.bidirectional_mask_function},
     "both ways, right": {**SQUARE, "mask_function": m.bidirectional_mask_function, "attention_mask": RIGHT},
@@ -108,6 +113,36 @@ def test_masks(name):
     out, weights = attend(torch.nn.Module(), q, k, k, spec)
     assert weights is None and out.is_contiguous()
     assert_equal(out, formula(q, k, k, dense(**given)))
+
+
+def test_a_mask_is_used_again_as_each_call_says():
+    """With another scale, under autocast, and inside a mode that is to see each call's operation."""
+    q, k = drawn(BATCH, HEADS, 13, DIM), drawn(BATCH, KV_HEADS, 13, DIM, seed=1)
+    given = {"batch_size": BATCH, **PATTERNS["causal, left"]}
+    spec = mask_of(**given)
+    for scaling in (0.5, 0.1, None) * 2:
+        want = formula(q, k, k, dense(**given), scaling=scaling)
+        assert_equal(attend(torch.nn.Module(), q, k, k, spec, scaling=scaling)[0], want)
+    q, k = q.float(), k.float()
+    for _ in range(2):
+        assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.bfloat16
+    with _Seen() as seen:
+        attend(torch.nn.Module(), q, k, k, spec)
+    assert "speedlight.attention" in "".join(seen.names)
+
+
+class _Seen(TorchDispatchMode):
+    """The names of the operations inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def test_packed_in_one_row():
