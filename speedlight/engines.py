@@ -70,6 +70,10 @@ class Host(Engine, Protocol):
         """Returns the module that plans calls, or backward calls."""
         ...
 
+    def replays(self) -> Any:
+        """Returns the calls of PyTorch's tensors that machine code repeats."""
+        ...
+
 
 def of(device: str) -> Engine:
     """Returns the engine of a device, "cpu" or another."""

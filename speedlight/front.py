@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from .arrays.torch_tensors import is_followed, is_tensor
 from .calls import dense
 from .errors import UnsupportedError
@@ -158,9 +160,14 @@ def attention(
 
 
 def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, engine: Any = None) -> Any:
+    of_tensors = type(q) is not np.ndarray and out is engine is None and return_lse is False
+    if of_tensors and (results := dense.replay(None, q, k, v, options)) is not None:
+        return results
     on_gpu = dense.runs_on_gpu(q, engine)
     key, results = (None, None) if on_gpu else dense.repeat(q, k, v, options, return_lse, out)
     if results is not None:
+        if of_tensors and is_tensor(q):
+            dense.learn(None, (q, k, v), options, key)
         return results
     check_flag("return_lse", return_lse)
     options = options.spelled()
@@ -175,9 +182,7 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
 compute = public()(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
 
 
-def attend_again(q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Repeats a call of attention() that was prepared and that autograd does not record; None: there is none."""
-    return dense.repeat(q, k, v, options, False, None)[1]
+replay, attend_again = dense.replay, dense.repeat_and_learn  # of tensors that autograd does not record
 
 
 def _differentiate(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:

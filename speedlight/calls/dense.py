@@ -54,6 +54,26 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) 
     return key, known.again(tensors, return_lse, options.seed_word(), arrays=options.arrays())
 
 
+def replay(tag: Any, q: Any, k: Any, v: Any, options: Options) -> Any:
+    """Repeats a call of tensors in machine code, if that knows it; else None. tag: as Replays.learn() has it."""
+    return engines.cpu().replays().call(tag, q, k, v, options)
+
+
+def repeat_and_learn(tag: Any, q: Any, k: Any, v: Any, options: Options) -> Any:
+    """Repeats a call of tensors that was prepared, for machine code to repeat the next; None where there is none."""
+    key, results = repeat(q, k, v, options, False, None)
+    if results is not None:
+        learn(tag, (q, k, v), options, key)
+    return results
+
+
+def learn(tag: Any, tensors: tuple[Any, ...], options: Options, key: Any) -> None:
+    """Tells machine code of a call that has been repeated."""
+    prepared = _prepared.get(key)
+    if prepared is not None:
+        engines.cpu().replays().learn(tag, tensors, options, key, prepared, is_growing(key))
+
+
 def attend_anew(
     q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any, on_gpu: bool = False
 ) -> Any:

@@ -45,12 +45,12 @@ def setting(name: str) -> str:
 
     A call asks for two. One that is not there takes 0.3 µs, of os.environ.get() 1.5.
     """
-    if _ENVIRONMENT is not None and os.environ.encodekey(name) not in _ENVIRONMENT:
+    if ENVIRONMENT is not None and os.environ.encodekey(name) not in ENVIRONMENT:
         return ""
     return os.environ.get(name, "")
 
 
-_ENVIRONMENT: Any = getattr(os.environ, "_data", None)
+ENVIRONMENT: Any = getattr(os.environ, "_data", None)
 
 
 def count_write(tensor: Any) -> None:

@@ -94,8 +94,11 @@ def attention(
     return attend_as_operation(q, k, v, given, return_lse)
 
 
-def attend_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
-    """Repeats a call that was prepared; None where there is none, or PyTorch records or transforms this one."""
+def attend_again(tag: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
+    """Repeats a call that was prepared; None where there is none, or PyTorch records or transforms this one.
+
+    tag: of whoever asks, by identity: front.replay() repeats what was taken for this one before.
+    """
     if torch._C._is_any_autocast_enabled() or not is_plain():
         return None
-    return front.attend_again(q, k, v, options)
+    return front.attend_again(tag, q, k, v, options)

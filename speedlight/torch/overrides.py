@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from .. import ArgumentError
 from ..adapting import check_flag
+from ..front import replay
 from ..problem.problem import brief_options
 from . import fast_path, flash_kernels
 from .attending import attend_again
@@ -178,26 +179,37 @@ def _attend_again(
     """Repeats a call that was prepared, whatever took it first, where PyTorch's rules are attention()'s; else None."""
     if torch.compiler.is_dynamo_compiling() or dropout_p:
         return None
-    shape, of_key = query.shape, key.shape
-    if len(shape) != 4 or len(of_key) != 4 or shape[0] != of_key[0] or not shape[3]:
+    if attn_mask is None:
+        mask = score = None
+    elif attn_mask.requires_grad:  # then results lie otherwise
         return None
-    if of_key != value.shape or not (enable_gqa or shape[1] == of_key[1]) or query.dtype != key.dtype:
-        return None
-    mask = score = None
-    if attn_mask is not None:
-        dtype = attn_mask.dtype
-        if is_causal or attn_mask.dim() < 2 or attn_mask.requires_grad:  # then results lie otherwise
-            return None
-        if dtype is torch.bool:
-            mask = attn_mask
-        elif dtype is torch.float32 or dtype is query.dtype:
-            score = attn_mask
-        else:
-            return None
-    out = attend_again(query, key, value, brief_options(mask, score, scale, "top-left" if is_causal else False))
+    elif attn_mask.dtype is torch.bool:
+        mask, score = attn_mask, None
+    else:
+        mask, score = None, attn_mask
+    options = brief_options(mask, score, scale, "top-left" if is_causal else False)
+    tag = _TAGS[enable_gqa]
+    out = replay(tag, query, key, value, options)
+    if out is None and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
+        out = attend_again(tag, query, key, value, options)
     if out is not None:
         count_taken(SDPA)
     return out
+
+
+_TAGS = {False: ("sdpa",), True: ("sdpa", "grouped")}  # PyTorch's rules differ from ours, and with enable_gqa
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> bool:
+    """Returns whether PyTorch's rules for these arguments are attention()'s."""
+    shape, of_key = query.shape, key.shape
+    if len(shape) != 4 or len(of_key) != 4 or shape[0] != of_key[0] or not shape[3]:
+        return False
+    if of_key != value.shape or not (enable_gqa or shape[1] == of_key[1]) or query.dtype != key.dtype:
+        return False
+    if attn_mask is None:
+        return True
+    return not is_causal and attn_mask.dim() >= 2 and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
 
 
 def _attend(

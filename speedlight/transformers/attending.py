@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import _active_collector
 from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
 from .. import softcap as softcap_pattern
 from ..adapting import Renamed, draw_seed, shown
+from ..front import replay
 from ..torch.attending import attend_again, attention
 from .caches import Kept
 from .masks import MaskSpec
@@ -87,9 +88,12 @@ def attention_forward(
         cut = more.get("cu_seq_lens_q")  # packed sequences: another layout
         if cache is softcap is s_aux is position_bias is cut is None and not dropout:
             record = attention_mask.record(scaling)
-            out = None if record is None else attend_again(query, key, value, record)
-            if out is not None:
-                return out.transpose(1, 2).contiguous(), None
+            if record is not None:
+                out = replay(None, query, key, value, record)
+                if out is None:
+                    out = attend_again(None, query, key, value, record)
+                if out is not None:
+                    return out.transpose(1, 2).contiguous(), None
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
         options["score"] = _make_score(softcap, position_bias)

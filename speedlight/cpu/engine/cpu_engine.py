@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +63,15 @@ def merge(outs: list[Array], lses: list[Array]) -> tuple[Any, Any]:
         from . import merge_call
 
     return merge_call.merge(outs, lses)
+
+
+@functools.cache
+def replays() -> Any:
+    """Returns the calls of PyTorch's tensors that machine code repeats."""
+    with importing:
+        from ..runtime.replay import replays
+
+    return replays
 
 
 def read_tables(block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str) -> PageTables:

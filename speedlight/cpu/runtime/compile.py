@@ -32,10 +32,11 @@ from ...host.rounding import standard
 if TYPE_CHECKING:
     from ...host.machine import Isa
     from ..kernels.merge import MergeShape
+    from ..kernels.replay import ReplayShape
     from ..kernels.thread_pool import ServingShape
     from ..memory.shape import AppendShape, Shape
 
-    AnyShape = Shape | MergeShape | AppendShape | ServingShape
+    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
@@ -139,6 +140,8 @@ def _module(shape: AnyShape) -> Any:
             from ..kernels.table_gradients import tables_module as module
         case "serving":
             from ..kernels.thread_pool import serving_module as module
+        case "replay":
+            from ..kernels.replay import replay_module as module
         case _:
             from ..kernels.decode import decode_module as module
     of_kind: Any = shape

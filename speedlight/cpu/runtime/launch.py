@@ -230,11 +230,11 @@ def take_scratch(size: int) -> Any:
     try:
         scratch = _scratches.pop()
     except IndexError:
-        return _map_scratch(size)
-    return scratch if len(scratch) >= size else _map_scratch(size)
+        return take_pages(size)
+    return scratch if len(scratch) >= size else take_pages(size)
 
 
-def _map_scratch(size: int) -> Any:
+def take_pages(size: int) -> Any:
     try:
         return (ctypes.c_char * size).from_buffer(pages(size))
     except OSError as error:

@@ -48,6 +48,10 @@ class Threads:
         """
         return self._clock(openmp, threads)
 
+    def addresses(self) -> dict[str, int]:
+        """Returns those of run()'s function and of the threads, for machine code."""
+        return {"serve": ctypes.cast(self._region, ctypes.c_void_p).value or 0, "team": self._block}
+
     @property
     def started(self) -> int:
         return self._word("started").value

@@ -77,6 +77,11 @@ def get_threads() -> int:
     return known.count
 
 
+def counted_until() -> float:
+    """Returns until when, of time.monotonic(), the calling thread's number of threads counts."""
+    return _in_use.until
+
+
 class _InUse(threading.local):
     """The number of threads that a thread's calls run on, of what was asked for, and until when that counts."""
 
@@ -178,6 +183,23 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
     finally:
         if _region[0] is token:
             _region[0] = None
+
+
+def region_words(threads: int) -> dict[str, int]:
+    """Returns the addresses with which machine code runs a region on up to so many threads, of the calling thread; it
+    must have run one before.
+    """
+    openmp = None if _forked else _openmp("torch" in sys.modules)
+    ours = _ours or _new_threads()
+    if ours is None:
+        return {"threads": 1}
+    clock = _clock_of_team(ours, openmp, threads) if openmp else 0
+    return ours.addresses() | {"openmp": openmp or 0, "clock": clock}
+
+
+def region_holder() -> list[object]:
+    """Returns the list whose one entry is whoever runs a region; None: nobody."""
+    return _region
 
 
 def _new_threads() -> Threads | None:

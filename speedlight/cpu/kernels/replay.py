@@ -1,0 +1,420 @@
+"""A function of CPython's, as LLVM, that repeats a prepared call of PyTorch's tensors without running any Python.
+
+Python of some 30 functions takes 15 µs where it is warm and 100 µs between the layers of a model, whose weights have
+emptied the caches meanwhile. This function reads tensors by PyTorch's C interface and compares all that a prepared call
+depends on (`FORM`): what is not exactly alike is left to Python, which decides, and says what went wrong.
+
+`BLOCK` is what it knows of the process: addresses of objects and functions, and memory to work in. One thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from llvmlite import ir
+
+from ...expressions.program import LENGTHS, STRIDES
+from ...host.machine import Isa
+from ...problem.problem import Options
+from ..language.vector import I8, I32, I64, PTR, VOID, Function, Module, Value
+from ..memory.records import CALL, ITEM, KEYS, LIMIT, SCRATCH, TABLES, Record
+from .task import call_at
+
+TENSORS, DIMS, OPTIONS = 4, 4, len(Options._fields)  # q, k, v and an array of a mask or score; of each; of a call
+MASK, SCORE, SCALE = map(Options._fields.index, ("mask", "score", "scale"))
+WATCHED = 4  # entries of dictionaries that must be the same objects
+CLOCK = 1  # CLOCK_MONOTONIC
+
+# Functions of CPython and of PyTorch's stable C interface, by address
+PYTHON = ("PyDict_GetItem", "PyList_GetItem", "PyList_SetItem", "PyObject_CallOneArg", "Py_IncRef",
+          "Py_DecRef", "PyEval_SaveThread", "PyEval_RestoreThread")  # fmt: skip
+TORCH = ("aoti_torch_grad_mode_is_enabled", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides",
+         "aoti_torch_get_dtype", "aoti_torch_get_storage_size", "aoti_torch_get_storage_offset",
+         "torch_get_const_data_ptr", "torch_get_mutable_data_ptr")  # fmt: skip
+
+BLOCK = Record(
+    "thread", "until",  # who may call, and when (nanoseconds) threads must be counted anew
+    "none", "tensor", "float", "options",  # the object, and types
+    "implementation", "keys",  # bytes from a tensor to its TensorImpl, from that to its dispatch keys
+    "local_keys",  # address of the thread's own two words of dispatch keys
+    "empty_like", "region", "taken",  # the function; workers' list, and what it holds while this one has it
+    *(f"watched{i}_{x}" for i in range(WATCHED) for x in ("dict", "key", "value")),
+    "forms", "count", "room",  # addresses of forms, one after another; how many; memory to work in
+    *PYTHON, *TORCH,
+)  # fmt: skip
+
+_RANGES = ("size_low", "size_high", "stride_low", "stride_high")
+FORM = Record(
+    "tag", "tensors", "role", "local0", "local1",  # role: which option is the fourth tensor; -1: none
+    "scale_is_none", "scale",
+    *(f"option{i}" for i in range(OPTIONS)),
+    *(f"{x}{t}" for t in range(TENSORS) for x in ("keys", "dims", "dtype", "itemsize")),
+    *(f"{x}{t}_{d}" for t in range(TENSORS) for d in range(DIMS) for x in _RANGES),
+    "grows", "inside",  # any number of keys; heads of a token lie inside a row
+    "words", "word_count", "items", "item_count", "tables", "table_count", "slot",  # templates
+    "kernel", "tickets", "threads", "inline_below", "groups", "partials", "wrong", "counts", "seed",
+    "serve", "team", "openmp", "clock",  # of a region
+    "used",  # calls that it had
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayShape:
+    """The specialisation of the module: an architecture, by its least vector unit."""
+
+    isa: Isa
+    kind: ClassVar[str] = "replay"
+
+    @property
+    def stem(self) -> str:
+        return f"replay_{self.isa.arch}"
+
+
+# bytes of each part of the room
+PARTS = {"words": 2048, "items": 16384, "tables": 4096, "arrived": 8192, "wrong": 256, "scratch": 8 << 20}
+PLACES = dict(zip(PARTS, [sum(list(PARTS.values())[:n]) for n in range(len(PARTS))], strict=True))
+# bytes from the beginning of CPython's objects; checked where the block is filled
+OBJECT_TYPE, TUPLE_ITEMS, FLOAT_VALUE, BYTES_VALUE = 8, 24, 16, 32
+
+
+def replay_module(s: ReplayShape, symbol: str) -> Module:
+    module = Module(symbol)
+    _Main(module, symbol, _matches(module), _packs(module)).write()
+    return module
+
+
+class _Body:
+    """A function with a way out: what is required and is not so ends it with a result."""
+
+    def __init__(self, module: Module, name: str, params: Mapping[str, Any], returns: ir.Type, **kind: bool) -> None:
+        self.k = module.function(name, params, returns, **kind)
+        self.out = self.k.f.append_basic_block("out")
+
+    def require(self, condition: Value) -> None:
+        on = self.k.f.append_basic_block("on")
+        self.k.b.cbranch(condition.x, on, self.out)
+        self.k.b.position_at_end(on)
+
+    def finish(self, value: Value, otherwise: Any) -> Any:
+        self.k.b.ret(value.x)
+        self.k.b.position_at_end(self.out)
+        return self.k.finish(otherwise())
+
+    def calling(self, block: Value, name: str, *args: Value, returns: ir.Type = I64) -> Value:
+        """Calls one of the functions that the block has."""
+        kind = ir.FunctionType(returns, [a.type for a in args]).as_pointer()
+        at = self.k.load(I64, block, BLOCK.offset(name))
+        return Value(self.k, self.k.b.call(self.k.b.inttoptr(at.x, kind), [a.x for a in args]))
+
+
+def _frame(t: int, word: int) -> int:
+    """Returns where a frame has a word of a tensor: 0 its address, from 1 on sizes, from 5 on strides in bytes."""
+    return 8 * (t * (1 + 2 * DIMS) + word)
+
+
+FRAME_WORDS = TENSORS * (1 + 2 * DIMS)
+
+
+def _matches(module: Module) -> Any:
+    """matches(block, form, tag, objects, options, frame): 1 if all is as the form has it; then the frame is filled."""
+    names = ("block", "form", "tag", "objects", "options", "frame")
+    body = _Body(module, "matches", dict.fromkeys(names, PTR) | {"tag": I64}, I64)
+    k, require = body.k, body.require
+    block, form, tag, objects, options, frame = (k.p[x] for x in names)
+
+    def of_form(name: str) -> Value:
+        return k.load(I64, form, FORM.offset(name))
+
+    def of_block(name: str) -> Value:
+        return k.load(I64, block, BLOCK.offset(name))
+
+    require(tag.equals(of_form("tag")))
+    local = k.load(PTR, block, BLOCK.offset("local_keys"))
+    for i in range(2):
+        require(k.load(I64, local, 8 * i).equals(of_form(f"local{i}")))
+    role = of_form("role")
+    for i in range(OPTIONS):
+        given = k.load(I64, options, TUPLE_ITEMS + 8 * i)
+        if i == SCALE:
+            is_none = given.equals(of_block("none"))
+            at = k.pointer(k.select(is_none, of_block("none"), given))
+            number = k.load(I64, at, OBJECT_TYPE).equals(of_block("float"))
+            wants_none = of_form("scale_is_none").differs(0)
+            value = k.variable(k.i64(0))
+            with k.when(number):
+                value.set(k.load(I64, at, FLOAT_VALUE))
+            require((is_none & wants_none) | (number & (wants_none ^ 1) & value.get().equals(of_form("scale"))))
+        else:
+            require(given.equals(of_form(f"option{i}")) | role.equals(i))
+            if i in (MASK, SCORE):
+                with k.when(role.equals(i)):
+                    k.store(given, objects, 8 * 3)
+    for t in range(TENSORS):
+        if t < 3:
+            _match_tensor(body, t)
+    more = of_form("tensors").equals(TENSORS)
+    inner = k.f.append_basic_block("fourth")
+    after = k.f.append_basic_block("after")
+    k.b.cbranch(more.x, inner, after)
+    k.b.position_at_end(inner)
+    _match_tensor(body, 3)
+    k.b.branch(after)
+    k.b.position_at_end(after)
+
+    def word(t: int, n: int) -> Value:
+        return k.load(I64, frame, _frame(t, n))
+
+    keys = word(1, 3)
+    grows = of_form("grows").differs(0)
+    head, row = word(1, 6), word(1, 7)
+    inside = k.zext((head > 0) & (head < row), I64)
+    alike = word(2, 3).equals(keys) & inside.equals(of_form("inside"))
+    last = of_form("dims3") - 1
+    columns = k.load(I64, k.at(frame, _frame(3, 1)), k.select(more, last, k.i64(0)) * 8)
+    require((grows ^ 1) | (alike & ((more ^ 1) | columns.equals(keys))))
+    return body.finish(k.i64(1), lambda: k.i64(0))
+
+
+def _match_tensor(body: _Body, t: int) -> None:
+    """Requires a tensor to be as the form has it, and puts its address, sizes and strides into the frame."""
+    k, require = body.k, body.require
+    block, form, objects, frame = (k.p[x] for x in ("block", "form", "objects", "frame"))
+
+    def of_form(name: str) -> Value:
+        return k.load(I64, form, FORM.offset(name))
+
+    given = k.load(PTR, objects, 8 * t)
+    require(k.load(I64, given, OBJECT_TYPE).equals(k.load(I64, block, BLOCK.offset("tensor"))))
+    there = k.load(I64, given, k.load(I64, block, BLOCK.offset("implementation")))
+    require(there.differs(0))
+    require(k.load(I64, k.pointer(there), k.load(I64, block, BLOCK.offset("keys"))).equals(of_form(f"keys{t}")))
+    handle, found, dtype = k.buffer(I64, 1), k.buffer(I64, 1), k.buffer(I32, 2)
+    k.store(there, handle)
+
+    def ask(name: str, at: Value) -> None:
+        require(body.calling(block, name, handle, at, returns=I32).equals(0))
+
+    ask("aoti_torch_get_dim", found)
+    require(k.load(I64, found).equals(of_form(f"dims{t}")))
+    ask("aoti_torch_get_dtype", dtype)
+    require(k.zext(k.load(I32, dtype), I64).equals(of_form(f"dtype{t}")))
+    dims, itemsize = of_form(f"dims{t}"), of_form(f"itemsize{t}")
+    ask("aoti_torch_get_sizes", found)
+    sizes = k.load(PTR, found)
+    ask("aoti_torch_get_strides", found)
+    strides = k.load(PTR, found)
+    end, good = k.variable(itemsize), k.variable(k.i64(1))
+    with k.range(0, dims) as d:
+        size, stride = k.load(I64, sizes, d * 8), k.load(I64, strides, d * 8)
+        low = k.at(form, FORM.offset(f"size_low{t}_0"))
+        ranges = [k.load(I64, low, d * (8 * len(_RANGES)) + 8 * n) for n in range(len(_RANGES))]
+        fits = (size >= ranges[0]) & (size <= ranges[1]) & (stride >= ranges[2]) & (stride <= ranges[3])
+        good.set(good.get() & k.zext(fits, I64))
+        k.store(size, k.at(frame, _frame(t, 1)), d * 8)
+        k.store(stride * itemsize, k.at(frame, _frame(t, 1 + DIMS)), d * 8)
+        end.set(end.get() + (size - 1) * stride * itemsize)
+    require(good.get().differs(0))
+    ask("aoti_torch_get_storage_offset", found)
+    offset = k.load(I64, found)
+    ask("aoti_torch_get_storage_size", found)
+    require(k.load(I64, found) >= end.get() + offset * itemsize)
+    ask("torch_get_const_data_ptr", found)
+    require(k.load(I64, found).differs(0))
+    k.store(k.load(I64, found), frame, _frame(t, 0))
+
+
+def _packs(module: Module) -> Any:
+    """packs(block, form, frame, out): writes arguments, items and tables into the room; the number of threads."""
+    names = ("block", "form", "frame", "out")
+    k = module.function("packs", dict.fromkeys(names, PTR) | {"out": I64}, I64)
+    block, form, frame, out = (k.p[x] for x in names)
+    room = k.load(PTR, block, BLOCK.offset("room"))
+
+    def of_form(name: str) -> Value:
+        return k.load(I64, form, FORM.offset(name))
+
+    def part(name: str) -> Value:
+        return k.at(room, PLACES[name])
+
+    def address(pointer: Value) -> Value:
+        return Value(k, k.b.ptrtoint(pointer.x, I64))
+
+    def copy(name: str, count: Value) -> None:
+        source = k.load(PTR, form, FORM.offset(name))
+        with k.range(0, count) as i:
+            k.store(k.load(I64, source, i * 8), part(name), i * 8)
+
+    def word(t: int, n: int) -> Value:
+        return k.load(I64, frame, _frame(t, n))
+
+    copy("words", of_form("word_count"))
+    words, items, tables = part("words"), part("items"), part("tables")
+    groups = of_form("groups")
+    with k.range(0, groups) as i:
+        k.store(k.i64(0), part("arrived"), i * 8)
+    with k.range(0, of_form("wrong")) as i:
+        k.store(k.i64(0), part("wrong"), i * 8)
+    keys, scratch = word(1, 3), address(part("scratch"))
+    k.store(scratch, words, 8 * SCRATCH)
+    arrived = k.select(groups > 0, address(part("arrived")), k.i64(0))
+    items_at = k.variable(of_form("items"))
+    grows = of_form("grows").differs(0)
+    with k.when(grows):
+        items_at.set(address(items))
+        copy("items", of_form("item_count") * len(ITEM))
+        queries = word(0, 3)
+        with k.range(0, of_form("item_count")) as i:
+            at = i * (8 * len(ITEM))
+            for place, value in ((ITEM.k_len, keys), (ITEM.start, keys - queries), (ITEM.k_at, i * _step(k, word, 1)),
+                                 (ITEM.v_at, i * _step(k, word, 2))):  # fmt: skip
+                k.store(value, items, at + 8 * place)
+        for n, stride in enumerate((word(1, 6), word(1, 7), word(1, 8), word(2, 6), word(2, 7), word(2, 8))):
+            k.store(stride, words, 8 * (KEYS.start + n))
+    call = (word(0, 0), word(1, 0), word(2, 0), out, k.i64(0), of_form("counts"), items_at.get(),
+            scratch + of_form("partials"), arrived, address(part("wrong")), of_form("seed"))  # fmt: skip
+    for n, value in enumerate(call):
+        k.store(value, words, 8 * (CALL.start + n))
+    with k.when(of_form("table_count") > 0):
+        copy("tables", of_form("table_count"))
+        k.store(address(tables), words, 8 * TABLES.start)
+        with k.when(of_form("slot") >= 0):
+            row = k.at(tables, of_form("slot") * 8)
+            k.store(word(3, 0), row)
+            with k.when(grows):
+                k.store(keys, row, 8 * (LENGTHS + 3))
+                dims = of_form("dims3")
+                with k.range(0, dims) as d:
+                    stride = k.load(I64, k.at(frame, _frame(3, 1 + DIMS)), d * 8)
+                    k.store(stride, row, (k.i64(DIMS) - dims + d) * 8 + 8 * STRIDES)
+    k.store(of_form("tickets"), words, 8 * LIMIT)
+    few = grows & (keys * word(0, 1) < of_form("inline_below"))
+    return k.finish(k.select(few, k.i64(1), of_form("threads")))
+
+
+def _step(k: Function, word: Any, t: int) -> Value:
+    """Bytes from an item's keys or values to the next item's: 0 where one serves all."""
+    return k.select(word(t, 1) > 1, word(t, 5), k.i64(0))
+
+
+class _Main:
+    """replay(self, arguments, count): CPython's, of (tag, q, k, v, options): the result, or None."""
+
+    def __init__(self, module: Module, symbol: str, matches: Any, packs: Any) -> None:
+        self.body = _Body(module, symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
+        self.matches, self.packs, self.k = matches, packs, self.body.k
+        self.block = self.k.load(PTR, self.k.p["self"], BYTES_VALUE)  # `self` is bytes: the block's address
+
+    def write(self) -> None:
+        """Looks for a form that fits, makes the result, packs and runs."""
+        k, block, body = self.k, self.block, self.body
+        arguments = k.p["arguments"]
+
+        def of_block(name: str) -> Value:
+            return k.load(I64, block, BLOCK.offset(name))
+
+        body.require(k.intrinsic("pthread_self", I64).equals(of_block("thread")))
+        self._check_around()
+        tag, options = k.load(I64, arguments), k.load(PTR, arguments, 32)
+        body.require(k.load(I64, options, OBJECT_TYPE).equals(of_block("options")))
+        objects, frame = k.buffer(I64, TENSORS), k.buffer(I64, FRAME_WORDS)
+        for t in range(3):
+            k.store(k.load(I64, arguments, 8 + 8 * t), objects, 8 * t)
+        forms, count = k.load(PTR, block, BLOCK.offset("forms")), of_block("count")
+        chosen, n = k.variable(k.i64(0)), k.variable(k.i64(0))
+        with k.forever() as leave_if:
+            leave_if((n.get() >= count) | chosen.get().differs(0))
+            form = k.load(PTR, forms, n.get() * 8)
+            fits = k.call(self.matches, block, form, tag, objects, options, frame)
+            with k.when(fits.differs(0)):
+                chosen.set(k.load(I64, forms, n.get() * 8))
+            n.set(n.get() + 1)
+        body.require(chosen.get().differs(0))
+        form = k.pointer(chosen.get())
+        out, made = self._make_result(objects, form)
+        threads = k.call(self.packs, block, form, frame, made)
+        k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
+        self._run(form, threads)
+        room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
+        with k.range(0, k.load(I64, form, FORM.offset("wrong"))) as i:
+            wrong.set(wrong.get() | k.load(I64, k.at(room, PLACES["wrong"]), i * 8))
+        with k.when(wrong.get().differs(0)):  # Python computes it once more, and raises
+            body.calling(block, "Py_DecRef", out, returns=VOID)
+        body.require(wrong.get().equals(0))
+        body.finish(out, self._nothing)
+
+    def _check_around(self) -> None:
+        """Requires what every form depends on: no gradients, the same settings, not long since they were read."""
+        k, block, body = self.k, self.block, self.body
+        recording = body.calling(block, "aoti_torch_grad_mode_is_enabled", returns=I8)
+        body.require((recording & 1).equals(0))
+        time = k.buffer(I64, 2)
+        body.require(k.intrinsic("clock_gettime", I32, k.const(CLOCK, I32), time).equals(0))
+        now = k.load(I64, time) * 1_000_000_000 + k.load(I64, time, 8)
+        body.require(now < k.load(I64, block, BLOCK.offset("until")))
+        for i in range(WATCHED):
+            held, key, value = (k.load(PTR, block, BLOCK.offset(f"watched{i}_{x}")) for x in ("dict", "key", "value"))
+            found = body.calling(block, "PyDict_GetItem", held, key, returns=PTR)
+            body.require(Value(k, k.b.icmp_unsigned("==", found.x, value.x)))
+
+    def _make_result(self, objects: Value, form: Value) -> tuple[Value, Value]:
+        """A tensor like q, and its address; where there is none, what Python raises is passed on. A mode of PyTorch's
+        may make something else: that is given up.
+        """
+        k, block, body = self.k, self.block, self.body
+        empty_like = k.load(PTR, block, BLOCK.offset("empty_like"))
+        out = body.calling(block, "PyObject_CallOneArg", empty_like, k.load(PTR, objects), returns=PTR)
+        bad = k.f.append_basic_block("raised")
+        good = k.f.append_basic_block("made")
+        k.b.cbranch(k.b.icmp_unsigned("==", out.x, ir.Constant(PTR, None)), bad, good)
+        k.b.position_at_end(bad)
+        k.b.ret(ir.Constant(PTR, None))
+        k.b.position_at_end(good)
+        handle, found = k.buffer(I64, 1), k.buffer(I64, 1)
+        k.store(k.i64(0), found)
+        is_plain = k.load(I64, out, OBJECT_TYPE).equals(k.load(I64, block, BLOCK.offset("tensor")))
+        with k.when(is_plain):
+            there = k.load(I64, out, k.load(I64, block, BLOCK.offset("implementation")))
+            keys = k.load(I64, k.pointer(there), k.load(I64, block, BLOCK.offset("keys")))
+            with k.when(keys.equals(k.load(I64, form, FORM.offset("keys0")))):
+                k.store(there, handle)
+                body.calling(block, "torch_get_mutable_data_ptr", handle, found, returns=I32)
+        made = k.load(I64, found)
+        with k.when(made.equals(0)):
+            body.calling(block, "Py_DecRef", out, returns=VOID)
+        body.require(made.differs(0))
+        return out, made
+
+    def _run(self, form: Value, threads: Value) -> None:
+        """Runs the kernel: alone, or as a region, of which there is one at a time. Other threads go on meanwhile."""
+        k, block, body = self.k, self.block, self.body
+        words = k.at(k.load(PTR, block, BLOCK.offset("room")), PLACES["words"])
+        kernel = k.load(I64, form, FORM.offset("kernel"))
+        region = k.load(PTR, block, BLOCK.offset("region"))
+        none, taken = (k.load(PTR, block, BLOCK.offset(x)) for x in ("none", "taken"))
+        first = body.calling(block, "PyList_GetItem", region, k.i64(0), returns=PTR)
+        free = Value(k, k.b.icmp_unsigned("==", first.x, none.x))
+        together = (threads > 1) & free
+        with k.when(together):
+            body.calling(block, "Py_IncRef", taken, returns=VOID)
+            body.calling(block, "PyList_SetItem", region, k.i64(0), taken, returns=I32)
+        state = body.calling(block, "PyEval_SaveThread", returns=PTR)
+        with k.either(together) as (yes, no):
+            with yes:
+                kind = ir.FunctionType(I64, [PTR, PTR, PTR, I64, PTR, I64]).as_pointer()
+                serve = k.b.inttoptr(k.load(I64, form, FORM.offset("serve")).x, kind)
+                team, openmp = (k.load(PTR, form, FORM.offset(x)) for x in ("team", "openmp"))
+                clock = k.load(I64, form, FORM.offset("clock"))
+                k.b.call(serve, [x.x for x in (team, k.pointer(kernel), words, threads - 1, openmp, clock)])
+            with no:
+                call_at(k, kernel, words)
+        body.calling(block, "PyEval_RestoreThread", state, returns=VOID)
+        with k.when(together):
+            body.calling(block, "Py_IncRef", none, returns=VOID)
+            body.calling(block, "PyList_SetItem", region, k.i64(0), none, returns=I32)
+
+    def _nothing(self) -> Value:
+        none = self.k.load(PTR, self.block, BLOCK.offset("none"))
+        self.body.calling(self.block, "Py_IncRef", none, returns=VOID)
+        return none
