@@ -66,7 +66,7 @@ PATTERNS = {
     "step": {**STEP},
     "step, left": {**STEP, "attention_mask": LEFT},
     "step, left, chunked": {
-        **STEP, "mask_function": m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
+        **STEP, "mask_function": m.chunked_causal_mask_function(13, torch.zeros(2, dtype=torch.int64)),
         "attention_mask": HOLES,
     },
     "chunk": {**CHUNK, "attention_mask": LEFT},
