@@ -137,10 +137,10 @@ def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:
     scores = scores_of(options.score)
     asked_for = []
     for x in grads:
-        at = [n for n, score in enumerate(scores) if score is x]
+        at = tuple([n for n, score in enumerate(scores) if score is x])
         if not (at or (type(x) is str and x == SINKS)):
             return None
-        asked_for.append(at[0] if at else x)
+        asked_for.append(at or x)
     key = key_of(tensors, options, machine, form_of_bias)
     return key and (*key, *asked_for)
 

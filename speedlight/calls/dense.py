@@ -109,8 +109,8 @@ def _remember(key: Any, call: Any, rows: Rows, keys: Dense, options: Options, ou
         return
     given = rows.q, keys.k, keys.v, out.final or out
     prepared = Prepared(given, call, staged=out.final is not None, places=places)
+    call.launch.release_tables()  # first: a signal may come between
     _prepared.put(key, prepared, prepared.size)
-    call.launch.release_tables()
 
 
 def describe_all(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[Array]:

@@ -181,6 +181,8 @@ def _attend_again(
         return None
     if attn_mask is None:
         mask = score = None
+    elif attn_mask.requires_grad:  # then results lie otherwise
+        return None
     elif attn_mask.dtype is torch.bool:
         mask, score = attn_mask, None
     else:

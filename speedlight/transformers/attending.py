@@ -89,7 +89,8 @@ def attention_forward(
         _check_masked(module)
     elif type(attention_mask) is MaskSpec:
         _check_fits(attention_mask, query, key)
-        if cache is softcap is s_aux is position_bias is sinks is None and not dropout:
+        cut = more.get("cu_seq_lens_q")  # packed sequences: another layout
+        if cache is softcap is s_aux is position_bias is sinks is cut is None and not dropout:
             record = attention_mask.record(scaling)
             if record is not None:
                 out = replay(None, query, key, value, record)

@@ -18,10 +18,11 @@ import pytest
 import torch
 from conftest import FULL
 from problems import qkv
+from torch.autograd import forward_ad
 
 import speedlight as sl
 import speedlight.torch
-from speedlight.calls import dense
+from speedlight.calls import backward, dense
 from speedlight.host.machine import host_isas
 from speedlight.host.memo import Memo
 from speedlight.problem.prepared import Prepared
@@ -364,6 +365,49 @@ def test_arrays_of_masks_and_any_number_of_keys_are_arguments(monkeypatch, seed)
             )
             a, b = (torch.as_tensor(x).float() for x in (a, b))
             assert torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+def test_an_array_that_is_added_twice_stands_for_no_two_arrays(rng, monkeypatch):
+    """Where one array is added twice first, then two of its form: scores are added left to right, to the last bit, and
+    each table has a gradient of its own.
+    """
+    q, k, v = qkv(rng, "float32", 2, 2, 2, 40, 130, 16, 16)
+    biases = [rng.normal(size=(40, 130)).astype(np.float32) * x for x in (1e3, 1, 1e-3)]
+    a, b, _ = tables = [sl.Table(x, copy=False) for x in biases]
+    monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
+    monkeypatch.setattr(backward, "_prepared", Memo(8, 1 << 20))
+
+    def results(pair: Any, grads: Any) -> Any:
+        arrays = [biases[tables.index(x)] for x in pair]
+        out, lse = sl.attention(q, k, v, score=arrays, return_lse=True)
+        *three, more = sl.attention_backward(q, k, v, out, lse, out, score=pair, grads=grads)
+        return [x.tobytes() for x in (out, lse, *three, *more)]
+
+    orders = [
+        ([a, a], (a,)),
+        ([a, b], (a,)),
+        ([b, a], (a,)),
+        ([a, a], ()),
+        ([b, a], ()),
+        ([b, a], (a, b)),
+        ([b, b], (b,)),
+    ]
+    found = [results(*x) for x in (*orders, *orders[::-1])]
+    for x, got in zip((*orders, *orders[::-1]), found, strict=True):
+        dense._prepared.clear()
+        backward._prepared.clear()
+        assert got == results(*x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_bias_with_a_tangent_is_refused_by_a_prepared_call_too(rng):
+    """Beside arrays that nobody can differentiate."""
+    q, k, v = qkv(rng, "float32", 1, 1, 1, 40, 40, 16, 16)
+    bias = torch.zeros(40, 40)
+    for _ in range(2):
+        sl.attention(q, k, v, score=bias)
+    with forward_ad.dual_level(), pytest.raises(sl.Error, match="score: has a tangent"):
+        sl.attention(q, k, v, score=forward_ad.make_dual(bias, torch.ones_like(bias)))
 
 
 def test_a_prepared_call_keeps_no_array_of_a_mask(rng):

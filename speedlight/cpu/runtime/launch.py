@@ -78,9 +78,11 @@ class Launch:
         return len(self.template) + sum(x.nbytes for x in (*self.slots, *tables))
 
     def places_of(self, arrays: Sequence[Any]) -> list[Place] | None:
-        """Returns the places of a call's dense masks and scores; None if one is empty, or was copied for another reason
-        than that kernels read no bfloat16.
+        """Returns the places of a call's dense masks and scores; None if one is empty, was copied for another reason
+        than that kernels read no bfloat16, or is there twice: which table is which, no address tells.
         """
+        if len({id(x) for x in arrays}) < len(arrays):
+            return None
         left = [] if self.program is None else list(self.program.tables.items())
         places = []
         for x in arrays:

@@ -14,6 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 import speedlight as sl
 import speedlight.torch
+from speedlight.calls import dense
+from speedlight.host.memo import Memo
 from speedlight.torch import patch, report, sdpa, unpatch
 
 __all__ = ["counted"]
@@ -40,6 +42,48 @@ def test_inside_and_outside():
         assert torch.equal(attend(q, q, q), speedlight.torch.scaled_dot_product_attention(q, q, q))
     assert not is_ours(attend(q, q, q))
     assert report() == ({SDPA: 3}, {})
+
+
+def _found(call):
+    """What comes out, and how it lies; or the kind of error."""
+    torch.manual_seed(0)
+    try:
+        out = call()
+    except (RuntimeError, sl.Error) as error:
+        return type(error)
+    return out.stride(), out.dtype, out.tolist()
+
+
+MASK = drawn(8, 8) > 0
+ALIKE = {  # of attention(), and of PyTorch's: arguments of one form, and rules that differ
+    "a mask beside is_causal": ({"mask": MASK}, {"attn_mask": MASK, "is_causal": True}, {}),
+    "is_causal beside a mask": ({"mask": MASK, "causal": "top-left"}, {"attn_mask": MASK, "is_causal": True}, {}),
+    "a mask of one dimension": ({"mask": MASK[0]}, {"attn_mask": MASK[0]}, {}),
+    "dropout": ({}, {"dropout_p": 0.5}, {}),
+    "a mask of another float": ({"score": drawn(8, 8).half()}, {"attn_mask": drawn(8, 8).half()}, {}),
+    "fewer heads": ({}, {}, {"heads": 2}),
+    "one batch item's keys": ({}, {}, {"batch": 1}),
+    "another value dim": ({}, {}, {"value_dim": 4}),
+    "keys of another dtype": ({}, {}, {"dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_calls_that_attention_has_prepared_are_taken_by_pytorch_s_rules(name, monkeypatch):
+    """What attention() took before, of the same tensors, changes no call of PyTorch's, nor refuses one less."""
+    options, theirs, sizes = ALIKE[name]
+    q = drawn(2, 8, 4, 8).float().transpose(1, 2)
+    k = drawn(sizes.get("batch", 2), 8, sizes.get("heads", 4), 8).to(sizes.get("dtype", torch.float32)).transpose(1, 2)
+    v = k[..., : sizes.get("value_dim", 8)]
+    monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
+    with sdpa():
+        want = _found(lambda: F.scaled_dot_product_attention(q, k, v, **theirs))
+        dense._prepared.clear()
+        for _ in range(2):
+            sl.attention(q, k, v, **options)
+        assert len(dense._prepared) == 1 or name == "a mask of another float"
+        for _ in range(2):
+            assert _found(lambda: F.scaled_dot_product_attention(q, k, v, **theirs)) == want
 
 
 def test_every_option_of_a_call_arrives():

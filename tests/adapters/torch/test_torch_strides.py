@@ -52,6 +52,11 @@ def test_results_lie_as_pytorch_s_do(laid, call):
         assert CALLS[call](functional.scaled_dot_product_attention, q, k, v).stride() == want.stride()
     out = CALLS[call](speedlight.torch.scaled_dot_product_attention, q.detach().requires_grad_(), k, v)
     assert out.stride() == want.stride()
+    with torch.no_grad():
+        want = CALLS[call](functional.scaled_dot_product_attention, q, k, v)
+        with speedlight.torch.sdpa():
+            for _ in range(3):
+                assert CALLS[call](functional.scaled_dot_product_attention, q, k, v).stride() == want.stride()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

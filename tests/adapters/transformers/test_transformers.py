@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import FULL, ROOT
 from small_llama import BATCH, DIM, HEADS, HOLES, KV_HEADS, LEFT, RIGHT, SIZES, assert_equal, drawn, registered, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedlight as sl
 import speedlight.transformers
@@ -66,6 +67,10 @@ PATTERNS = {
     "causal, holes": {**SQUARE, "attention_mask": HOLES},
     "step": {**STEP},
     "step, left": {**STEP, "attention_mask": LEFT},
+    "step, left, chunked": {
+        **STEP, "mask_function": m.chunked_causal_mask_function(13, torch.zeros(2, dtype=torch.int64)),
+        "attention_mask": HOLES,
+    },
     "chunk": {**CHUNK, "attention_mask": LEFT},
     "both ways": {**SQUARE, "mask_function": m.bidirectional_mask_function},
     "both ways, right": {**SQUARE, "mask_function": m.bidirectional_mask_function, "attention_mask": RIGHT},
@@ -112,6 +117,36 @@ def test_masks(name):
     assert_equal(out, formula(q, k, k, dense(**given)))
 
 
+def test_a_mask_is_used_again_as_each_call_says():
+    """With another scale, under autocast, and inside a mode that is to see each call's operation."""
+    q, k = drawn(BATCH, HEADS, 13, DIM), drawn(BATCH, KV_HEADS, 13, DIM, seed=1)
+    given = {"batch_size": BATCH, **PATTERNS["causal, left"]}
+    spec = mask_of(**given)
+    for scaling in (0.5, 0.1, None) * 2:
+        want = formula(q, k, k, dense(**given), scaling=scaling)
+        assert_equal(attend(torch.nn.Module(), q, k, k, spec, scaling=scaling)[0], want)
+    q, k = q.float(), k.float()
+    for _ in range(2):
+        assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.bfloat16
+    with _Seen() as seen:
+        attend(torch.nn.Module(), q, k, k, spec)
+    assert "speedlight.attention" in "".join(seen.names)
+
+
+class _Seen(TorchDispatchMode):
+    """The names of the operations inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def test_packed_in_one_row():
     """A batch of one is cut into its sequences; offsets that a collator made say the same."""
     positions = PACKED[:1]
@@ -127,6 +162,9 @@ def test_packed_in_one_row():
     assert_equal(attend(torch.nn.Module(), q, k, k, spec)[0], want)
     offsets = torch.tensor([0, 4, 10, 13], dtype=torch.int32)
     plain = mask_of(1, 13, 13, mask_function=m.sliding_window_causal_mask_function(4))
+    assert_equal(attend(torch.nn.Module(), q, k, k, plain, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0], want)
+    for _ in range(2):  # also where the call without offsets has been prepared
+        attend(torch.nn.Module(), q, k, k, plain)
     assert_equal(attend(torch.nn.Module(), q, k, k, plain, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0], want)
 
 
