@@ -25,7 +25,7 @@ LONG = {  # calls of seconds, and what they are made of
     "attention": ("x = np.ones((1, 8, 24000, 128), np.float32)", "sl.attention(x, x, x)"),
     "merge": (
         "x, lse = np.ones((20480, 128), np.float32), np.zeros(20480, np.float32); sl.merge([x], [lse])",
-        "sl.merge([x] * 5000, [lse] * 5000)",
+        "sl.merge([x] * 25000, [lse] * 25000)",
     ),
 }
 
