@@ -43,7 +43,7 @@ def digest(mutation: Mutation) -> str:
 
 def copied(to: Path) -> Path:
     """What tests need of the tree."""
-    ignore = shutil.ignore_patterns("__pycache__", ".venv", ".git", ".pytest_cache", ".hypothesis", "results")
+    ignore = shutil.ignore_patterns("__pycache__", ".venv", ".git", ".pytest_cache", ".hypothesis")
     shutil.copytree(ROOT, to, ignore=ignore, symlinks=True, dirs_exist_ok=True)
     return to
 

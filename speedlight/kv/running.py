@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..arrays.array import describe
 from ..problem.problem import Options
 from ..problem.results import Results
@@ -48,11 +50,20 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     arrays: q, or q, k and v, or k and v, which are only stored.
     """
     storage, held = cache._storage, cache._held[layer]
-    lengths, written = held
-    found = None if storage.steps is None else storage.checked_step(lengths, arrays, options)
-    if found is None or type(return_lse) is not bool:
+    steps, (lengths, written) = storage.steps, held
+    if steps is None or type(return_lse) is not bool:
+        return None
+    can_learn = not return_lse and len(arrays) != 2
+    if can_learn and steps.are_learned:
+        result = _run_known(cache, layer, held, arrays, options)
+        if result is not None:
+            return result
+    found = storage.checked_step(lengths, arrays, options)
+    if found is None:
         return None
     step, addresses = found
+    if can_learn and type(arrays[0]) is not np.ndarray:
+        steps.learn(arrays, options, step, cache.capacity)
     n, seed = step.new, options.seed_word()
     if not n:
         return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
@@ -65,6 +76,28 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
             return None  # somebody appended since
         after = totals, cache._ring.reached(written, totals)
         result = step.step(storage.addresses[layer], arrays[0], addresses, lengths, totals, return_lse, seed)
+        cache._held[layer] = after
+        return result
+
+    return transact(cache, {layer}, change)
+
+
+def _run_known(cache: Any, layer: int, held: Any, arrays: tuple[Any, ...], options: Options) -> Any:
+    """Runs a step of tensors in machine code, if that knows it; else returns None."""
+    storage, (lengths, written) = cache._storage, held
+    replay, places = storage.steps.replay, storage.addresses[layer]
+    if len(arrays) == 1:
+        return replay(arrays, options, places, lengths)
+
+    def change() -> Any:
+        if cache._held[layer] is not held:
+            return None  # somebody appended since
+        result = replay(arrays, options, places, lengths)
+        if result is None:
+            return None
+        new = arrays[1].shape[2]
+        totals = [n + new for n in lengths]
+        after = totals, cache._ring.reached(written, totals)
         cache._held[layer] = after
         return result
 

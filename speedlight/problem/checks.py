@@ -187,6 +187,8 @@ _DTYPES_ELSEWHERE = {
 
 def check_index(name: str, x: Any, count: int) -> int:
     """Returns an index below `count`, checked."""
+    if type(x) is int and 0 <= x < count:
+        return x
     at = integer(name, x)
     if not 0 <= at < count:
         raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {at}.")

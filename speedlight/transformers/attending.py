@@ -85,10 +85,12 @@ def attention_forward(
         _check_unknown(module, more)
     if cache is not None:
         key, value = _append_paged(module, key, value, cache, more)
+    kept = (key, value) if type(key) is Kept and type(value) is Kept else None
     if attention_mask is None:
         _check_masked(module)
     elif type(attention_mask) is MaskSpec:
         _check_fits(attention_mask, query, key)
+    if type(attention_mask) is MaskSpec and kept is None:
         cut = more.get("cu_seq_lens_q")  # packed sequences: another layout
         if cache is softcap is s_aux is position_bias is sinks is cut is None and not dropout:
             record = attention_mask.record(scaling)
@@ -105,11 +107,11 @@ def attention_forward(
         options["sink_logits"] = s_aux if torch.is_grad_enabled() else s_aux.detach()
     if dropout:
         options |= {"dropout": dropout, "seed": int(draw_seed())}
-    if type(key) is Kept and type(value) is Kept:
-        out = key.layer.attend_kept(query, key, attention_mask, options) if sinks is None else None
+    if kept is not None:
+        out = kept[0].layer.attend_kept(query, kept[0], attention_mask, options) if sinks is None else None
         if out is not None:
             return out, None
-        key, value = key.stored(), value.stored()
+        key, value = kept[0].stored(), kept[1].stored()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     hidden = _read_mask(query, key, attention_mask, causal, more.get("position_ids"))
     if "score" in options and "score" in hidden:

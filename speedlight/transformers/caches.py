@@ -31,11 +31,12 @@ class Kept(torch.Tensor):
     layer: Layer
     part: str
     length: int  # tokens of the layer, with those of the update() that made it
+    given: tuple[torch.Tensor, torch.Tensor] | None  # what that update() took
 
     @staticmethod
-    def of(layer: Layer, part: str, like: torch.Tensor, shape: tuple[int, ...]) -> Kept:
+    def of(layer: Layer, part: str, like: torch.Tensor, shape: tuple[int, ...], length: int, given: Any = None) -> Kept:
         made = torch.Tensor._make_wrapper_subclass(Kept, shape, dtype=like.dtype, device=like.device)
-        made.layer, made.part, made.length = layer, part, layer.get_seq_length()
+        made.layer, made.part, made.length, made.given = layer, part, length, given
         return made
 
     # what is computed of it is a plain tensor
@@ -132,12 +133,16 @@ class Layer(theirs.CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         batch, heads, new, head_dim = key_states.shape
         self._check_alike(key_states, value_states)
-        new_totals(0, [self.get_seq_length()] * batch, [new] * batch, self._require_cache().capacity)
-        seen = self.get_mask_sizes(new)[0]
-        self.waiting = key_states, value_states
+        cache = self._require_cache()
+        length = cache.length(0)
+        total = length + new
+        if total > cache.capacity:
+            new_totals(0, [length] * batch, [new] * batch, cache.capacity)
+        seen, value_dim = self._count_shown(length) + new, value_states.shape[-1]
+        self.waiting = given = key_states, value_states
         return (
-            Kept.of(self, "keys", key_states, (batch, heads, seen, head_dim)),
-            Kept.of(self, "values", value_states, (batch, heads, seen, value_states.shape[-1])),
+            Kept.of(self, "keys", key_states, (batch, heads, seen, head_dim), total, given),
+            Kept.of(self, "values", value_states, (batch, heads, seen, value_dim), total, given),
         )
 
     def get_seq_length(self) -> int:
@@ -148,8 +153,12 @@ class Layer(theirs.CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the keys that a chunk of so many queries is shown, and the position of the first."""
         length = self.get_seq_length()
-        first = 0 if self.window is None else max(length - self.window + 1, 0)
-        return length - first + query_length, first
+        shown = self._count_shown(length)
+        return shown + query_length, length - shown
+
+    def _count_shown(self, length: int) -> int:
+        """Returns how many of so many tokens the next one is shown."""
+        return length if self.window is None else min(length, self.window - 1)
 
     def get_max_length(self) -> int:
         """Returns the capacity, -1 where there is no limit."""
@@ -188,11 +197,12 @@ class Layer(theirs.CacheLayerMixin):
 
     def attend_kept(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Returns (batch, q_len, q_heads, value_dim), read from where tokens lie; None where copies have to do."""
-        self._check(key)
+        rows, new, window = query.shape[2], self.waiting, self.window
+        if new is None or key.given is not new:
+            self._check(key)
         spec = mask if type(mask) is MaskSpec else None
         if spec is None and mask is not None:
             return None
-        rows, new, window = query.shape[2], self.waiting, self.window
         if spec is not None and new is not None and new[0].shape[2] == rows and _is_causal(spec, rows):
             if window is not None and spec.pattern.left != window - 1:
                 return None
@@ -205,7 +215,8 @@ class Layer(theirs.CacheLayerMixin):
         return self._attend(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
 
     def _attend(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
-        cache, q, (batch, heads, rows, _) = self._require_cache(), query.detach(), query.shape
+        cache, (batch, heads, rows, _) = self._require_cache(), query.shape
+        q = query.detach() if query.requires_grad else query
         if rows <= _IN_PLACE or cache.device != "cpu":
             return cache.attend(0, q, *new, **options).transpose(1, 2).contiguous()
         out = q.new_empty(batch, rows, heads, cache.value_dim)
@@ -239,7 +250,7 @@ class Layer(theirs.CacheLayerMixin):
         self._append()
         dim = self.cache.head_dim if part == "keys" else self.cache.value_dim
         shape = (self.cache.batch, self.cache.kv_heads, self.get_mask_sizes(0)[0], dim)
-        return Kept.of(self, part, self.like, shape)
+        return Kept.of(self, part, self.like, shape, self.get_seq_length())
 
     def _check(self, kept: Kept) -> None:
         if kept.length != self.get_seq_length():
@@ -337,7 +348,8 @@ class Cache(theirs.DynamicCache):
             )
         if self._decodes:
             self._check_decoder(layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **more)
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states, *args, **more)
 
     def _check_decoder(self, n: int) -> None:
         """Raises where a layer has more tokens than the next: it takes a second part of a call, the encoder's keys."""

@@ -39,4 +39,46 @@ MUTATIONS = (
         "tests/conformance/attention/test_forward.py "
         "tests/conformance/attention/test_attention.py -k 'same_bits_however or packed'",
     ),
+    Mutation(
+        "machine code takes tensors of any strides",
+        "cpu/kernels/replay.py",
+        "(size >= ranges[0]) & (size <= ranges[1]) & (stride >= ranges[2]) & (stride <= ranges[3])",
+        "(size >= ranges[0]) & (size <= ranges[1])",
+        "tests/adapters/torch/test_torch_replay.py",
+    ),
+    Mutation(
+        "machine code does not look whether gradients are recorded",
+        "cpu/kernels/replay.py",
+        "body.require((recording & 1).equals(0))",
+        "body.require((recording & 0).equals(0))",
+        "tests/adapters/torch/test_torch_replay.py",
+    ),
+    Mutation(
+        "machine code repeats a call after other threads were asked for",
+        "cpu/kernels/replay.py",
+        "for i in range(WATCHED):\n            held",
+        "for i in range(1):\n            held",
+        "tests/adapters/torch/test_torch_replay.py",
+    ),
+    Mutation(
+        "machine code stores a new token where the last one lies",
+        "cpu/kernels/replay.py",
+        'k.store(length - of_form("new"), put,',
+        'k.store(length - of_form("new") - 1, put,',
+        "tests/adapters/torch/test_torch_steps.py",
+    ),
+    Mutation(
+        "machine code fills a cache past its capacity",
+        "cpu/runtime/replay.py",
+        "min(spans * SPAN, capacity) - prepared.new",
+        "spans * SPAN - prepared.new",
+        "tests/adapters/torch/test_torch_steps.py",
+    ),
+    Mutation(
+        "machine code computes with the lengths of another step",
+        "cpu/kernels/replay.py",
+        "k.store(length - word(0, 3), items,",
+        "k.store(length - word(0, 3) + 1, items,",
+        "tests/adapters/torch/test_torch_steps.py",
+    ),
 )

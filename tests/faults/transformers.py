@@ -50,8 +50,8 @@ MUTATIONS = (
     Mutation(
         "a ring of transformers' cache is said to show one key more",
         "transformers/caches.py",
-        "max(length - self.window + 1, 0)",
-        "max(length - self.window, 0)",
+        "min(length, self.window - 1)",
+        "min(length, self.window)",
         "tests/adapters/transformers/test_transformers_caches.py -k test_rings",
     ),
 )

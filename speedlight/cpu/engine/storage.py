@@ -122,7 +122,7 @@ class CacheStorage:
         self.pages, self.is_large = self._pages(), False
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
-        self.steps = Steps("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
+        self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
 
     def _expect(self, tokens: int) -> None:
         """Asks for large pages once a sequence fills about half of one in each head; before, it is short."""
@@ -307,7 +307,7 @@ class PoolStorage:
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.blocks = Blocks.of(shape, self.isa, k, v)
-        self.steps = Steps("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
+        self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
         self.checked_step = self.steps.find
 
     # --- tables

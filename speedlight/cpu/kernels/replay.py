@@ -19,7 +19,7 @@ from ...expressions.program import LENGTHS, STRIDES
 from ...host.machine import Isa
 from ...problem.problem import Options
 from ..language.vector import I8, I32, I64, PTR, VOID, Function, Module, Value
-from ..memory.records import CALL, ITEM, KEYS, LIMIT, SCRATCH, TABLES, Record
+from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, RUN, SCRATCH, TABLES, Record
 from .task import call_at
 
 TENSORS, DIMS, OPTIONS = 4, 4, len(Options._fields)  # q, k, v and an array of a mask or score; of each; of a call
@@ -28,8 +28,8 @@ WATCHED = 4  # entries of dictionaries that must be the same objects
 CLOCK = 1  # CLOCK_MONOTONIC
 
 # Functions of CPython and of PyTorch's stable C interface, by address
-PYTHON = ("PyDict_GetItem", "PyList_GetItem", "PyList_SetItem", "PyObject_CallOneArg", "Py_IncRef",
-          "Py_DecRef", "PyEval_SaveThread", "PyEval_RestoreThread")  # fmt: skip
+PYTHON = ("PyDict_GetItem", "PyList_GetItem", "PyList_SetItem", "PyList_Size", "PyLong_AsLongLong",
+          "PyObject_CallOneArg", "Py_IncRef", "Py_DecRef", "PyEval_SaveThread", "PyEval_RestoreThread")  # fmt: skip
 TORCH = ("aoti_torch_grad_mode_is_enabled", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides",
          "aoti_torch_get_dtype", "aoti_torch_get_storage_size", "aoti_torch_get_storage_offset",
          "torch_get_const_data_ptr", "torch_get_mutable_data_ptr")  # fmt: skip
@@ -47,7 +47,7 @@ BLOCK = Record(
 
 _RANGES = ("size_low", "size_high", "stride_low", "stride_high")
 FORM = Record(
-    "tag", "tensors", "role", "local0", "local1",  # role: which option is the fourth tensor; -1: none
+    "tag", "arguments", "tensors", "role", "local0", "local1",  # role: which option is the fourth tensor; -1: none
     "scale_is_none", "scale",
     *(f"option{i}" for i in range(OPTIONS)),
     *(f"{x}{t}" for t in range(TENSORS) for x in ("keys", "dims", "dtype", "itemsize")),
@@ -56,6 +56,8 @@ FORM = Record(
     "words", "word_count", "items", "item_count", "tables", "table_count", "slot",  # templates
     "kernel", "tickets", "threads", "inline_below", "groups", "partials", "wrong", "counts", "seed",
     "serve", "team", "openmp", "clock",  # of a region
+    # a step of a cache: sequences (0: no step), their new tokens and their lengths before; the call that stores those
+    "sequences", "new", "length_low", "length_high", "put", "put_count", "put_kernel", "put_ticket", "put_tickets",
     "used",  # calls that it had
 )  # fmt: skip
 
@@ -73,9 +75,10 @@ class ReplayShape:
 
 
 # bytes of each part of the room
-PARTS = {"words": 2048, "items": 16384, "tables": 4096, "arrived": 8192, "wrong": 256, "scratch": 8 << 20}
+PARTS = {"words": 2048, "items": 16384, "tables": 4096, "put": 4096, "arrived": 8192, "wrong": 256, "scratch": 8 << 20}
 PLACES = dict(zip(PARTS, [sum(list(PARTS.values())[:n]) for n in range(len(PARTS))], strict=True))
 # bytes from the beginning of CPython's objects; checked where the block is filled
+AT_OPTIONS, AT_PLACES, AT_LENGTHS = 4, 5, 6  # among Python's arguments
 OBJECT_TYPE, TUPLE_ITEMS, FLOAT_VALUE, BYTES_VALUE = 8, 24, 16, 32
 
 
@@ -114,15 +117,21 @@ def _frame(t: int, word: int) -> int:
     return 8 * (t * (1 + 2 * DIMS) + word)
 
 
-FRAME_WORDS = TENSORS * (1 + 2 * DIMS)
+SEQUENCES = 64  # of a step, at most
+_LENGTHS = TENSORS * (1 + 2 * DIMS)  # word of a frame from which on it has lengths after a step
+FRAME_WORDS = _LENGTHS + SEQUENCES
 
 
 def _matches(module: Module) -> Any:
-    """matches(block, form, tag, objects, options, frame): 1 if all is as the form has it; then the frame is filled."""
-    names = ("block", "form", "tag", "objects", "options", "frame")
-    body = _Body(module, "matches", dict.fromkeys(names, PTR) | {"tag": I64}, I64)
+    """matches(block, form, arguments, count, objects, frame): 1 if all is as the form has it; then the frame is filled.
+
+    arguments, count: Python's. objects: the tensors, the fourth of which this puts there.
+    """
+    names = ("block", "form", "arguments", "count", "objects", "frame")
+    body = _Body(module, "matches", dict.fromkeys(names, PTR) | {"count": I64}, I64)
     k, require = body.k, body.require
-    block, form, tag, objects, options, frame = (k.p[x] for x in names)
+    block, form, arguments, count, objects, frame = (k.p[x] for x in names)
+    options = k.load(PTR, arguments, 8 * AT_OPTIONS)
 
     def of_form(name: str) -> Value:
         return k.load(I64, form, FORM.offset(name))
@@ -130,7 +139,7 @@ def _matches(module: Module) -> Any:
     def of_block(name: str) -> Value:
         return k.load(I64, block, BLOCK.offset(name))
 
-    require(tag.equals(of_form("tag")))
+    require(k.load(I64, arguments).equals(of_form("tag")) & count.equals(of_form("arguments")))
     local = k.load(PTR, block, BLOCK.offset("local_keys"))
     for i in range(2):
         require(k.load(I64, local, 8 * i).equals(of_form(f"local{i}")))
@@ -167,6 +176,7 @@ def _matches(module: Module) -> Any:
         return k.load(I64, frame, _frame(t, n))
 
     keys = word(1, 3)
+    _match_lengths(body)
     grows = of_form("grows").differs(0)
     head, row = word(1, 6), word(1, 7)
     inside = k.zext((head > 0) & (head < row), I64)
@@ -225,11 +235,37 @@ def _match_tensor(body: _Body, t: int) -> None:
     k.store(k.load(I64, found), frame, _frame(t, 0))
 
 
+def _match_lengths(body: _Body) -> None:
+    """Requires a step's sequences to have lengths that the form is for, and puts those after it into the frame."""
+    k = body.k
+    block, form, arguments, frame = (k.p[x] for x in ("block", "form", "arguments", "frame"))
+    sequences, new, low, high = (
+        k.load(I64, form, FORM.offset(x)) for x in ("sequences", "new", "length_low", "length_high")
+    )
+    good = k.variable(k.i64(1))
+    with k.when(sequences > 0):
+        lengths = k.load(PTR, arguments, 8 * AT_LENGTHS)
+        good.set(k.zext(body.calling(block, "PyList_Size", lengths).equals(sequences), I64))
+        longest = k.variable(k.i64(0))
+        with k.when(good.get().differs(0)):
+            with k.range(0, sequences) as i:
+                item = body.calling(block, "PyList_GetItem", lengths, i, returns=PTR)
+                length = body.calling(block, "PyLong_AsLongLong", item)
+                longest.set(k.select(length > longest.get(), length, longest.get()))
+                good.set(good.get() & k.zext((length >= 0) & (length + new > 0), I64))
+                k.store(length + new, k.at(frame, 8 * _LENGTHS), i * 8)
+            good.set(good.get() & k.zext((longest.get() >= low) & (longest.get() <= high), I64))
+    body.require(good.get().differs(0))
+
+
 def _packs(module: Module) -> Any:
-    """packs(block, form, frame, out): writes arguments, items and tables into the room; the number of threads."""
-    names = ("block", "form", "frame", "out")
-    k = module.function("packs", dict.fromkeys(names, PTR) | {"out": I64}, I64)
-    block, form, frame, out = (k.p[x] for x in names)
+    """packs(block, form, arguments, frame, out): writes the kernel's arguments, items and tables, and those of the one
+    that stores new tokens, into the room; the number of threads.
+    """
+    names = ("block", "form", "arguments", "frame", "out")
+    body = _Body(module, "packs", dict.fromkeys(names, PTR) | {"out": I64}, I64)
+    k = body.k
+    block, form, arguments, frame, out = (k.p[x] for x in names)
     room = k.load(PTR, block, BLOCK.offset("room"))
 
     def of_form(name: str) -> Value:
@@ -259,20 +295,45 @@ def _packs(module: Module) -> Any:
     keys, scratch = word(1, 3), address(part("scratch"))
     k.store(scratch, words, 8 * SCRATCH)
     arrived = k.select(groups > 0, address(part("arrived")), k.i64(0))
-    items_at = k.variable(of_form("items"))
-    grows = of_form("grows").differs(0)
-    with k.when(grows):
+    items_at, total = k.variable(of_form("items")), k.variable(keys * word(0, 1))
+    k_at, v_at = k.variable(word(1, 0)), k.variable(word(2, 0))
+    grows, sequences = of_form("grows").differs(0), of_form("sequences")
+    with k.when(grows | (sequences > 0)):
         items_at.set(address(items))
         copy("items", of_form("item_count") * len(ITEM))
-        queries = word(0, 3)
+    with k.when(grows):
         with k.range(0, of_form("item_count")) as i:
             at = i * (8 * len(ITEM))
-            for place, value in ((ITEM.k_len, keys), (ITEM.start, keys - queries), (ITEM.k_at, i * _step(k, word, 1)),
-                                 (ITEM.v_at, i * _step(k, word, 2))):  # fmt: skip
+            for place, value in ((ITEM.k_len, keys), (ITEM.start, keys - word(0, 3)),
+                                 (ITEM.k_at, i * _step(k, word, 1)), (ITEM.v_at, i * _step(k, word, 2))):  # fmt: skip
                 k.store(value, items, at + 8 * place)
         for n, stride in enumerate((word(1, 6), word(1, 7), word(1, 8), word(2, 6), word(2, 7), word(2, 8))):
             k.store(stride, words, 8 * (KEYS.start + n))
-    call = (word(0, 0), word(1, 0), word(2, 0), out, k.i64(0), of_form("counts"), items_at.get(),
+    with k.when(sequences > 0):
+        places = k.load(PTR, arguments, 8 * AT_PLACES)
+        stores = [k.load(PTR, places, TUPLE_ITEMS + 8 * n) for n in range(2)]
+        put, own = part("put"), [body.calling(block, "PyLong_AsLongLong", x) for x in stores]
+        copy("put", of_form("put_count"))
+        new_at = (k_at.get(), v_at.get(), *own)
+        with k.when(of_form("put_count") > 0):
+            for n, value in enumerate(new_at):
+                k.store(value, put, 8 * (APPEND.word("k") + n))
+            k.store(of_form("put_tickets"), put, 8 * LIMIT)
+        k_at.set(own[0])
+        v_at.set(own[1])
+        total.set(k.i64(0))
+        with k.range(0, sequences) as i:
+            length = k.load(I64, k.at(frame, 8 * _LENGTHS), i * 8)
+            total.set(total.get() + length)
+            k.store(length, items, i * (8 * len(ITEM)) + 8 * ITEM.k_len)
+            k.store(length - word(0, 3), items, i * (8 * len(ITEM)) + 8 * ITEM.start)
+            with k.when(of_form("put_count") > 0):
+                slot = len(APPEND.names) + RUN.word("slot")
+                k.store(length - of_form("new"), put, i * (8 * len(RUN.names)) + 8 * slot)
+        with k.when(of_form("put_ticket").differs(0)):
+            k.store(of_form("put_ticket"), words, 8 * NEW.start)
+            k.store(address(put), words, 8 * (NEW.start + 1))
+    call = (word(0, 0), k_at.get(), v_at.get(), out, k.i64(0), of_form("counts"), items_at.get(),
             scratch + of_form("partials"), arrived, address(part("wrong")), of_form("seed"))  # fmt: skip
     for n, value in enumerate(call):
         k.store(value, words, 8 * (CALL.start + n))
@@ -289,8 +350,8 @@ def _packs(module: Module) -> Any:
                     stride = k.load(I64, k.at(frame, _frame(3, 1 + DIMS)), d * 8)
                     k.store(stride, row, (k.i64(DIMS) - dims + d) * 8 + 8 * STRIDES)
     k.store(of_form("tickets"), words, 8 * LIMIT)
-    few = grows & (keys * word(0, 1) < of_form("inline_below"))
-    return k.finish(k.select(few, k.i64(1), of_form("threads")))
+    few = (grows | (sequences > 0)) & (total.get() < of_form("inline_below"))
+    return body.finish(k.select(few, k.i64(1), of_form("threads")), lambda: k.i64(0))
 
 
 def _step(k: Function, word: Any, t: int) -> Value:
@@ -299,7 +360,9 @@ def _step(k: Function, word: Any, t: int) -> Value:
 
 
 class _Main:
-    """replay(self, arguments, count): CPython's, of (tag, q, k, v, options): the result, or None."""
+    """replay(self, arguments, count): CPython's, of (tag, q, k, v, options), and of a step of a cache the tuple of
+    addresses of its keys and values and the list of lengths: the result, or None.
+    """
 
     def __init__(self, module: Module, symbol: str, matches: Any, packs: Any) -> None:
         self.body = _Body(module, symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
@@ -316,7 +379,7 @@ class _Main:
 
         body.require(k.intrinsic("pthread_self", I64).equals(of_block("thread")))
         self._check_around()
-        tag, options = k.load(I64, arguments), k.load(PTR, arguments, 32)
+        options = k.load(PTR, arguments, 8 * AT_OPTIONS)
         body.require(k.load(I64, options, OBJECT_TYPE).equals(of_block("options")))
         objects, frame = k.buffer(I64, TENSORS), k.buffer(I64, FRAME_WORDS)
         for t in range(3):
@@ -326,14 +389,14 @@ class _Main:
         with k.forever() as leave_if:
             leave_if((n.get() >= count) | chosen.get().differs(0))
             form = k.load(PTR, forms, n.get() * 8)
-            fits = k.call(self.matches, block, form, tag, objects, options, frame)
+            fits = k.call(self.matches, block, form, arguments, k.p["count"], objects, frame)
             with k.when(fits.differs(0)):
                 chosen.set(k.load(I64, forms, n.get() * 8))
             n.set(n.get() + 1)
         body.require(chosen.get().differs(0))
         form = k.pointer(chosen.get())
         out, made = self._make_result(objects, form)
-        threads = k.call(self.packs, block, form, frame, made)
+        threads = k.call(self.packs, block, form, arguments, frame, made)
         k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
         self._run(form, threads)
         room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
@@ -400,6 +463,9 @@ class _Main:
             body.calling(block, "Py_IncRef", taken, returns=VOID)
             body.calling(block, "PyList_SetItem", region, k.i64(0), taken, returns=I32)
         state = body.calling(block, "PyEval_SaveThread", returns=PTR)
+        put = k.load(I64, form, FORM.offset("put_kernel"))
+        with k.when(put.differs(0)):
+            call_at(k, put, k.at(k.load(PTR, block, BLOCK.offset("room")), PLACES["put"]))
         with k.either(together) as (yes, no):
             with yes:
                 kind = ir.FunctionType(I64, [PTR, PTR, PTR, I64, PTR, I64]).as_pointer()

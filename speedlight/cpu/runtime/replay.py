@@ -31,6 +31,7 @@ from ..kernels.replay import (
     PYTHON,
     SCALE,
     SCORE,
+    SEQUENCES,
     TORCH,
     TUPLE_ITEMS,
     WATCHED,
@@ -58,7 +59,8 @@ class Replays:
     """The calls of the main thread that are known; none until the first is learned."""
 
     def __init__(self) -> None:
-        self.call: Any = _unknown  # call(tag, q, k, v, options): the result, or None
+        # call(tag, q, k, v, options), of a step also addresses and lengths: the result, or None
+        self.call: Any = _unknown
         self._known: dict[Any, _Known] = {}
         self._block: Any = None
         self._machine: Any = None
@@ -70,25 +72,61 @@ class Replays:
         tag: of whoever asks, who has rules of its own; compared by identity. key: of the memo that has `prepared`;
         grows: for any number of keys.
         """
+        if self._is_learnable(tensors, options, prepared):
+            self._learn(tag, (*tensors, *options.arrays()), options, key[1], key, prepared, {"grows": grows})
+
+    def learn_step(
+        self, tag: Any, tensors: tuple[Any, ...], options: Options, machine: Any, prepared: Any, capacity: int
+    ) -> bool:
+        """learn(), of a step of a cache: q, or q, k and v. Returns whether such steps may be known.
+
+        tag: of caches of one form. machine: threads and vector unit now.
+        """
+        put, spans = prepared.put, prepared.spans
+        if len(tensors) == 1:
+            tensors *= 3
+        if (
+            options.arrays()
+            or not (put is None or put.launch.tickets)
+            or not self._is_learnable(tensors, options, prepared)
+        ):
+            return False
+        if not (put is None or put.within or put.launch.inline) or len(prepared.counts) > SEQUENCES:
+            return False
+        words = {
+            "sequences": len(prepared.counts), "new": prepared.new,
+            "length_low": (spans * SPAN // 2 if spans > 1 else 0) + 1 - prepared.new,
+            "length_high": min(spans * SPAN, capacity) - prepared.new,
+        }  # fmt: skip
+        key = spans, options.key(), *[(x.shape, x.stride(), x.dtype) for x in tensors]
+        return self._learn(tag, tensors, options, machine, key, prepared, words)
+
+    def _is_learnable(self, tensors: tuple[Any, ...], options: Options, prepared: Any) -> bool:
         if self._refused or threading.current_thread() is not threading.main_thread():
-            return
+            return False
         torch = sys.modules["torch"]
-        whole = (*tensors, *options.arrays())
-        if torch.is_grad_enabled() or any([type(x) is not torch.Tensor for x in whole]):
-            return
-        if not _is_plain(options, prepared):
-            return
-        if self._block is None and not self._begin(torch):
-            return
-        self._watch(key)
+        if torch.is_grad_enabled() or any([type(x) is not torch.Tensor for x in (*tensors, *options.arrays())]):
+            return False
+        return _is_plain(options, prepared) and (self._block is not None or self._begin(torch))
+
+    def _learn(
+        self, tag: Any, whole: tuple[Any, ...], options: Options, machine: Any, key: Any, prepared: Any,
+        more: dict[str, int],
+    ) -> bool:  # fmt: skip
+        torch = sys.modules["torch"]
+        self._watch(machine)
         local = [ctypes.c_uint64.from_address(self._word("local_keys") + 8 * n).value for n in range(2)]
         name = tag, key, *local, *[_keys_of(x, torch) for x in whole]
-        if name in self._known or not self._has_room():
-            return
-        made = _make_form(tag, whole, options, prepared, grows, local, torch)
-        if made is not None:
-            self._known[name] = made
-            self._publish()
+        if name in self._known:
+            return True
+        if not self._has_room():
+            return False
+        made = _make_form(tag, whole, options, prepared, local, torch, more)
+        if made is None:
+            return False
+        self._known[name] = made
+        self._publish()
+        return True
 
     def _has_room(self) -> bool:
         """Returns whether there is room for a form; takes that of one that was not used since this was last asked."""
@@ -135,7 +173,7 @@ class Replays:
         self._refused = False
         return True
 
-    def _watch(self, key: Any) -> None:
+    def _watch(self, machine: Any) -> None:
         """Notes the settings that all that is known depends on, as they are now; forgets what was learned of others."""
         watched = [
             (ENVIRONMENT, b"SPEEDLIGHT_ISA"), (ENVIRONMENT, b"SPEEDLIGHT_THREADS"), (vars(workers), "_threads"),
@@ -147,7 +185,7 @@ class Replays:
         for n, (held, name, value) in enumerate(now):
             at = 0 if value is None and name not in held else id(value)
             self._set(**{f"watched{n}_dict": id(held), f"watched{n}_key": id(name), f"watched{n}_value": at})
-        if (machine := key[1]) != self._machine:
+        if machine != self._machine:
             self.forget()
             self._machine = machine
         self._set(until=round(workers.counted_until() * 1e9))
@@ -193,26 +231,36 @@ def _is_plain(options: Options, prepared: Any) -> bool:
 
 
 def _make_form(
-    tag: Any, tensors: tuple[Any, ...], options: Options, prepared: Any, grows: bool, local: list[int], torch: Any
-) -> _Known | None:
-    """Writes down a call; None where it needs more room than there is."""
-    call = prepared.call
+    tag: Any, tensors: tuple[Any, ...], options: Options, prepared: Any, local: list[int], torch: Any,
+    more: dict[str, int],
+) -> _Known | None:  # fmt: skip
+    """Writes down a call; None where it needs more room than there is. more: words of one that grows, or of a step."""
+    call, grows = prepared.call, bool(more.get("grows"))
     launch = call.launch
     kernel = launch.kernel
     template = (ctypes.c_char * len(launch.template)).from_buffer_copy(launch.template)
     tables = (ctypes.c_int64 * launch.slots[1].size)(*launch.slots[1].ravel().tolist()) if tensors[3:] else None
     words: dict[str, int] = {
-        "tag": id(tag), "tensors": len(tensors), "role": -1, "local0": local[0], "local1": local[1],
+        "tag": id(tag), "arguments": 7 if "sequences" in more else 5, "tensors": len(tensors), "role": -1,
+        "local0": local[0], "local1": local[1],
         "scale_is_none": options.scale is None,
         "scale": 0 if options.scale is None else struct.unpack("q", struct.pack("d", options.scale))[0],
-        "grows": grows, "words": ctypes.addressof(template), "word_count": len(launch.template) // 8,
+        "words": ctypes.addressof(template), "word_count": len(launch.template) // 8,
         "items": call.items_at, "item_count": call.items.size // len(ITEM), "slot": -1,
         "kernel": kernel.address, "tickets": launch.tickets, "threads": 1 if launch.inline else launch.threads,
         "inline_below": call.inline_keys, "groups": launch.groups, "partials": launch.partials_at,
         "wrong": 2 * len(launch.lookups),
         "counts": call.counts_at, "seed": 0,
     }  # fmt: skip
-    words |= {f"option{n}": id(x) for n, x in enumerate(options)}
+    words |= more | {f"option{n}": id(x) for n, x in enumerate(options)}
+    put, stored, store = prepared.put, None, None
+    if put is not None:
+        store = put.launch.kernel
+        stored = (ctypes.c_char * len(put.launch.template)).from_buffer_copy(put.launch.template)
+        words |= {
+            "put": ctypes.addressof(stored), "put_count": len(stored) // 8, "put_tickets": put.launch.tickets,
+            "put_ticket": store.ticket if put.within else 0, "put_kernel": 0 if put.within else store.address,
+        }  # fmt: skip
     if tables is not None:
         words["role"] = MASK if options.mask is tensors[3] else SCORE
         words |= {"tables": ctypes.addressof(tables), "table_count": len(tables)}
@@ -225,15 +273,17 @@ def _make_form(
     if grows:
         words["inside"] = 0 < tensors[1].stride(1) < tensors[1].stride(2)
     needs = {
-        "words": len(launch.template), "items": call.items.nbytes, "tables": 8 * len(tables or ()),
-        "arrived": 8 * launch.groups, "wrong": 16 * len(launch.lookups), "scratch": launch.scratch_bytes,
+        "words": len(launch.template), "put": len(stored or ()), "items": call.items.nbytes,
+        "tables": 8 * len(tables or ()), "arrived": 8 * launch.groups, "wrong": 16 * len(launch.lookups), "scratch": launch.scratch_bytes,
     }  # fmt: skip
     if any([needs[part] > PARTS[part] for part in PARTS]):
         return None
     form = (ctypes.c_int64 * len(FORM.names))()
     for name, value in words.items():
         form[FORM.word(name)] = value
-    return _Known(form, (tag, options._replace(mask=None, score=None), prepared, kernel, template, tables))
+    return _Known(
+        form, (tag, options._replace(mask=None, score=None), prepared, kernel, template, tables, store, stored)
+    )
 
 
 def _ranges(t: int, x: Any, prepared: Any, grows: bool, torch: Any) -> dict[str, int]:

@@ -158,7 +158,8 @@ def with_hidden(name):
     def follow():
         with torch.enable_grad():
             out = attend(q.clone().requires_grad_())
-        assert out.requires_grad
+            known = sl.attention(q.clone().requires_grad_(), k, v)
+        assert out.requires_grad and known.requires_grad
         return out.detach()
 
     def tangent():

@@ -1,0 +1,165 @@
+"""Steps of caches that machine code repeats: the bits, lengths and errors of Python's way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import speedlight as sl
+from adapters.torch.test_torch_replay import by_python, known, same, used
+
+__all__ = ["known"]
+DIM = 32
+
+
+def made(batch=1, dtype="float32", **more):
+    sizes = {"capacity": 3000} | more
+    return sl.KVCache(layers=2, batch=batch, kv_heads=2, head_dim=DIM, dtype=dtype, **sizes)
+
+
+def tokens(batch, n, heads=2, dtype=torch.float32):
+    return torch.randn(batch, heads, n, DIM).to(dtype)
+
+
+def steps(cache, batch, count, new=1, q_heads=4, dtype=torch.float32, options=None, read=False):
+    """What a cache says to `count` chunks, and their arguments."""
+    torch.manual_seed(count)
+    chunks = [(tokens(batch, new, q_heads, dtype), tokens(batch, new, 2, dtype), tokens(batch, new, 2, dtype))
+              for _ in range(count)]  # fmt: skip
+    with torch.no_grad():
+        return [cache.attend(1, *(chunk[:1] if read else chunk), **(options or {})) for chunk in chunks]
+
+
+# the batch, tokens that are there, and those of a chunk
+CASES = {
+    "one": dict(batch=1, past=5),
+    "from nothing": dict(batch=1, past=0),
+    "three": dict(batch=3, past=70),
+    "past a span": dict(batch=1, past=1019),
+    "in parts": dict(batch=1, past=2600),
+    "chunks": dict(batch=2, past=33, new=5),
+    "scaled": dict(batch=1, past=20, options={"scale": 0.5}),
+    "bfloat16": dict(batch=2, past=20, dtype="bfloat16"),
+    "codes": dict(batch=1, past=20, dtype="int8"),
+    "read": dict(batch=2, past=20, read=True),
+    "a ring": dict(batch=1, past=200, of={"window": 50}),
+    "a ring and first tokens": dict(batch=1, past=20, of={"window": 50, "keep_first": 4}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_and_lengths_are_those_of_pythons_way(known, name):
+    case = dict(batch=1, new=1, dtype="float32", options=None, read=False, of={}) | CASES[name]
+    batch, kind = case["batch"], torch.bfloat16 if case["dtype"] == "bfloat16" else torch.float32
+    past = tokens(batch, case["past"], dtype=kind)
+
+    def run():
+        cache = made(batch, case["dtype"], **case["of"])
+        cache.append(1, past, past)
+        given = case["new"], 4, kind, case["options"], case["read"]
+        return steps(cache, batch, 12, *given), cache.lengths(1), cache.keys(1), cache.values(1)
+
+    before = used(known)
+    got, want = run(), by_python(run)
+    assert used(known) - before >= 8
+    for a, b in zip(got[0], want[0], strict=True):
+        same(a, b)
+    assert got[1] == want[1]
+    for a, b in zip(got[2:], want[2:], strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_sequences_of_different_lengths(known):
+    def run():
+        cache, past = made(3), torch.ones(3, 2, 40, DIM)
+        cache.append(0, past, past, new_lengths=[40, 1, 17])
+        cache.append(1, past, past, new_lengths=[3, 40, 0])
+        return steps(cache, 3, 8), cache.lengths(0), cache.lengths(1)
+
+    before = used(known)
+    got = run()
+    assert used(known) - before >= 5
+    want = by_python(run)
+    for a, b in zip(got[0], want[0], strict=True):
+        same(a, b)
+    assert got[1:] == want[1:] == ((40, 1, 17), (11, 48, 8))
+
+
+def test_caches_of_a_form_share_what_is_known(known):
+    first, second, third = made(), made(), made(capacity=2000)
+    steps(first, 1, 6)
+    before, want = used(known), by_python(lambda: steps(made(), 1, 6))
+    for a, b in zip(steps(second, 1, 6), want, strict=True):
+        same(a, b)
+    assert used(known) - before == 6 and first.length(1) == second.length(1) == 6
+    steps(third, 1, 2)  # of another form
+    assert used(known) - before == 6
+
+
+def test_a_full_cache_is_as_it_was(known):
+    cache = made()
+    past = tokens(1, 2990)
+    cache.append(1, past, past)
+    steps(cache, 1, 10)
+    held = cache.keys(1)
+    before = used(known)
+    with pytest.raises(sl.CacheFull, match="0 of 3,?000 are free"):
+        steps(cache, 1, 1)
+    assert used(known) == before and cache.length(1) == 3000
+    np.testing.assert_array_equal(cache.keys(1), held)
+
+
+def test_others_are_pythons(known):
+    """Arguments that are not alike, a writer that is busy, a length that another writes meanwhile."""
+    cache = made()
+    steps(cache, 1, 6)
+    q, k = tokens(1, 1, 4), tokens(1, 1)
+    before = used(known)
+    with torch.no_grad():
+        for arguments, error in (((q, k, k.double()), sl.ArgumentTypeError), ((q, k[:, :1], k), sl.ArgumentError),
+                                 ((q, k.expand(2, -1, -1, -1), k), sl.ArgumentError)):  # fmt: skip
+            with pytest.raises(error):
+                cache.attend(1, *arguments)
+        out, lse = cache.attend(1, q, k, k, return_lse=True)
+        given = torch.empty_like(q)
+        assert cache.attend(1, q, k, k, out=given) is given
+        cache._claims.add(1)
+        with pytest.raises(sl.CacheBusy):
+            cache.attend(1, q, k, k)
+        cache._claims.clear()
+    assert used(known) == before and cache.length(1) == 8
+    with torch.no_grad():
+        cache.attend(1, q, k, k)
+    assert used(known) == before + 1 and cache.length(1) == 9
+
+
+def test_interrupts_leave_a_cache_as_it_was(known, monkeypatch):
+    cache = made()
+    steps(cache, 1, 6)
+    call = known.call
+
+    def interrupted(*arguments):
+        assert call(*arguments) is not None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(known, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        steps(cache, 1, 1)
+    monkeypatch.undo()
+    assert cache.length(1) == 6 and not cache._claims
+    want = by_python(lambda: steps(cache.copy(), 1, 3))
+    for a, b in zip(steps(cache, 1, 3), want, strict=True):
+        same(a, b)
+
+
+def test_a_cache_is_not_kept_alive(known):
+    cache = made()
+    steps(cache, 1, 6)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
