@@ -274,7 +274,8 @@ def _make_form(
         words["inside"] = 0 < tensors[1].stride(1) < tensors[1].stride(2)
     needs = {
         "words": len(launch.template), "put": len(stored or ()), "items": call.items.nbytes,
-        "tables": 8 * len(tables or ()), "arrived": 8 * launch.groups, "wrong": 16 * len(launch.lookups), "scratch": launch.scratch_bytes,
+        "tables": 8 * len(tables or ()), "arrived": 8 * launch.groups,
+        "wrong": 16 * len(launch.lookups), "scratch": launch.scratch_bytes,
     }  # fmt: skip
     if any([needs[part] > PARTS[part] for part in PARTS]):
         return None
