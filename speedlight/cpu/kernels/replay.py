@@ -23,7 +23,7 @@ from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, RUN, SCRATCH,
 from .task import call_at
 
 TENSORS, DIMS, OPTIONS = 4, 4, len(Options._fields)  # q, k, v and an array of a mask or score; of each; of a call
-MASK, SCORE, SCALE = map(Options._fields.index, ("mask", "score", "scale"))
+MASK, SCORE, SCALE, DROPOUT = map(Options._fields.index, ("mask", "score", "scale", "dropout"))
 WATCHED = 4  # entries of dictionaries that must be the same objects
 CLOCK = 1  # CLOCK_MONOTONIC
 
@@ -155,6 +155,12 @@ def _matches(module: Module) -> Any:
             with k.when(number):
                 value.set(k.load(I64, at, FLOAT_VALUE))
             require((is_none & wants_none) | (number & (wants_none ^ 1) & value.get().equals(of_form("scale"))))
+        elif i == DROPOUT:  # none: any 0.0
+            number = k.load(I64, k.pointer(given), OBJECT_TYPE).equals(of_block("float"))
+            zero = k.variable(given.equals(of_form(f"option{i}")))
+            with k.when(number):
+                zero.set(k.load(I64, k.pointer(given), FLOAT_VALUE).equals(0))
+            require(zero.get())
         else:
             require(given.equals(of_form(f"option{i}")) | role.equals(i))
             if i in (MASK, SCORE):

@@ -222,7 +222,9 @@ def _is_plain(options: Options, prepared: Any) -> bool:
         return False
     if len(arrays) > 1 or any([place.strides is not None for place in prepared.places]):
         return False
-    if options.layout != "bhld" or options.seed is not None or type(options.scale) not in (float, type(None)):
+    if options.layout != "bhld" or options.dropout or options.seed is not None:
+        return False
+    if type(options.scale) not in (float, type(None)):
         return False
     others = [x for n, x in enumerate(options) if n not in (MASK, SCORE, SCALE)]
     if any([not (x is None or type(x) in (bool, int, float, str)) for x in others]):

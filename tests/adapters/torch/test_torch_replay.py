@@ -158,10 +158,6 @@ def with_hidden(name):
     def follow():
         with torch.enable_grad():
             out = attend(q.clone().requires_grad_())
-        with torch.no_grad():
-            for _ in range(3):
-                sl.attention(q, k, v)
-        with torch.enable_grad():
             known = sl.attention(q.clone().requires_grad_(), k, v)
         assert out.requires_grad and known.requires_grad
         return out.detach()
@@ -378,3 +374,19 @@ def test_unknown_objects_are_pythons(monkeypatch, place):
             out = sl.attention(q, k, v)
     assert mine._refused and mine.call is replay._unknown and mine._block is None
     same(out, by_python(lambda: sl.attention(q, k, v)))
+
+
+def test_every_door_has_what_one_has_taught(known):
+    """A 0.0 of another caller's is no dropout either."""
+    q, k, v = drawn(1, 1, 40)
+    with torch.no_grad():
+        for _ in range(3):
+            want = sl.attention(q, k, v)
+        before = used(known)
+        same(speedlight.torch.attention(q, k, v), want)
+        same(sl.attention(q, k, v, dropout=float("0")), want)
+        assert used(known) == before + 2
+        with pytest.raises(sl.Error, match="seed"):
+            sl.attention(q, k, v, dropout=0.5)
+        with pytest.raises(sl.Error, match="dropout"):
+            sl.attention(q, k, v, dropout=float("nan"))
