@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import engines
 from ..arrays.array import describe
+from ..host.machine import current_isa
 from ..problem.problem import Options
 from ..problem.results import Results
 from ..problem.tokens import Batch, Piece
@@ -63,7 +65,9 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
         return None
     step, addresses = found
     if can_learn and type(arrays[0]) is not np.ndarray:
-        steps.learn(arrays, options, step, cache.capacity)
+        machine = engines.threads_now(), current_isa().name
+        if engines.cpu().replays().learn_step(steps, arrays, options, machine, step, cache.capacity):
+            steps.are_learned = True
     n, seed = step.new, options.seed_word()
     if not n:
         return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
@@ -85,17 +89,19 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
 def _run_known(cache: Any, layer: int, held: Any, arrays: tuple[Any, ...], options: Options) -> Any:
     """Runs a step of tensors in machine code, if that knows it; else returns None."""
     storage, (lengths, written) = cache._storage, held
-    replay, places = storage.steps.replay, storage.addresses[layer]
+    q, k, v = arrays if len(arrays) == 3 else arrays * 3
+    given = storage.steps, q, k, v, options, storage.addresses[layer], lengths
+    replay = engines.cpu().replays().call
     if len(arrays) == 1:
-        return replay(arrays, options, places, lengths)
+        return replay(*given)
 
     def change() -> Any:
         if cache._held[layer] is not held:
             return None  # somebody appended since
-        result = replay(arrays, options, places, lengths)
+        result = replay(*given)
         if result is None:
             return None
-        new = arrays[1].shape[2]
+        new = k.shape[2]
         totals = [n + new for n in lengths]
         after = totals, cache._ring.reached(written, totals)
         cache._held[layer] = after

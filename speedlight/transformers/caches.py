@@ -135,9 +135,7 @@ class Layer(theirs.CacheLayerMixin):
         self._check_alike(key_states, value_states)
         cache = self._require_cache()
         length = cache.length(0)
-        total = length + new
-        if total > cache.capacity:
-            new_totals(0, [length] * batch, [new] * batch, cache.capacity)
+        (total,) = new_totals(0, [length], [new], cache.capacity)  # all sequences are as long
         seen, value_dim = self._count_shown(length) + new, value_states.shape[-1]
         self.waiting = given = key_states, value_states
         return (

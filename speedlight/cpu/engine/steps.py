@@ -6,12 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ...host.machine import current_isa
 from ...host.memo import Memo
 from ...problem.prepared import Prepared, key_of
 from ...problem.problem import Options
 from ..runtime.workers import get_threads
-from .cpu_engine import replays
 
 _prepared: Memo[Any] = Memo(512, 64 << 20)  # by the form of a cache or pool, key_of() and the number of threads
 
@@ -45,18 +43,6 @@ class Steps:
         key = key_of(given, options, (len(step.counts), get_threads(), self.form))
         if key is not None:
             _prepared.put(key, step, step.size)
-
-    def replay(self, tensors: tuple[Any, ...], options: Options, places: tuple[int, int], lengths: list[int]) -> Any:
-        """Runs a step of a cache in machine code, if that knows it; else returns None. places: addresses of a layer's
-        keys and values. lengths: of sequences, before new tokens.
-        """
-        q, k, v = tensors if len(tensors) == 3 else tensors * 3
-        return replays().call(self, q, k, v, options, places, lengths)
-
-    def learn(self, tensors: tuple[Any, ...], options: Options, step: Prepared, capacity: int) -> None:
-        """Tells machine code of a step that has been repeated."""
-        if replays().learn_step(self, tensors, options, (get_threads(), current_isa().name), step, capacity):
-            self.are_learned = True
 
     def made(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Returns what is kept under a key, made now if it is not there."""

@@ -143,22 +143,25 @@ def _matches(module: Module) -> Any:
     local = k.load(PTR, block, BLOCK.offset("local_keys"))
     for i in range(2):
         require(k.load(I64, local, 8 * i).equals(of_form(f"local{i}")))
+
+    def is_float(at: Value) -> Value:
+        return k.load(I64, at, OBJECT_TYPE).equals(of_block("float"))
+
     role = of_form("role")
     for i in range(OPTIONS):
         given = k.load(I64, options, TUPLE_ITEMS + 8 * i)
         if i == SCALE:
             is_none = given.equals(of_block("none"))
             at = k.pointer(k.select(is_none, of_block("none"), given))
-            number = k.load(I64, at, OBJECT_TYPE).equals(of_block("float"))
+            number = is_float(at)
             wants_none = of_form("scale_is_none").differs(0)
             value = k.variable(k.i64(0))
             with k.when(number):
                 value.set(k.load(I64, at, FLOAT_VALUE))
             require((is_none & wants_none) | (number & (wants_none ^ 1) & value.get().equals(of_form("scale"))))
         elif i == DROPOUT:  # none: any 0.0
-            number = k.load(I64, k.pointer(given), OBJECT_TYPE).equals(of_block("float"))
             zero = k.variable(given.equals(of_form(f"option{i}")))
-            with k.when(number):
+            with k.when(is_float(k.pointer(given))):
                 zero.set(k.load(I64, k.pointer(given), FLOAT_VALUE).equals(0))
             require(zero.get())
         else:
