@@ -2,9 +2,8 @@
 
 Python of some 30 functions takes 15 µs where it is warm and 100 µs between the layers of a model, whose weights have
 emptied the caches meanwhile. This function reads tensors by PyTorch's C interface and compares all that a prepared call
-depends on (`FORM`): what is not exactly alike is left to Python, which decides, and says what went wrong.
-
-`BLOCK` is what it knows of the process: addresses of objects and functions, and memory to work in. One thread calls it.
+depends on (memory/forms.py): what is not exactly alike is left to Python, which decides, and says what went wrong. One
+thread calls it.
 """
 
 from __future__ import annotations
@@ -17,49 +16,35 @@ from llvmlite import ir
 
 from ...expressions.program import LENGTHS, STRIDES
 from ...host.machine import Isa
-from ...problem.problem import Options
 from ..language.vector import I8, I32, I64, PTR, VOID, Function, Module, Value
-from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, RUN, SCRATCH, TABLES, Record
+from ..memory.forms import (
+    AFTER,
+    AT_LENGTHS,
+    AT_OPTIONS,
+    AT_PLACES,
+    BLOCK,
+    BYTES_VALUE,
+    DIMS,
+    DROPOUT,
+    FLOAT_VALUE,
+    FORM,
+    FRAME_WORDS,
+    MASK,
+    OBJECT_TYPE,
+    OPTIONS,
+    RANGES,
+    ROOM_AT,
+    SCALE,
+    SCORE,
+    TENSORS,
+    TUPLE_ITEMS,
+    WATCHED,
+    at_tensor,
+)  # fmt: skip
+from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, RUN, SCRATCH, TABLES
 from .task import call_at
 
-TENSORS, DIMS, OPTIONS = 4, 4, len(Options._fields)  # q, k, v and an array of a mask or score; of each; of a call
-MASK, SCORE, SCALE, DROPOUT = map(Options._fields.index, ("mask", "score", "scale", "dropout"))
-WATCHED = 4  # entries of dictionaries that must be the same objects
 CLOCK = 1  # CLOCK_MONOTONIC
-
-# Functions of CPython and of PyTorch's stable C interface, by address
-PYTHON = ("PyDict_GetItem", "PyList_GetItem", "PyList_SetItem", "PyList_Size", "PyLong_AsLongLong",
-          "PyObject_CallOneArg", "Py_IncRef", "Py_DecRef", "PyEval_SaveThread", "PyEval_RestoreThread")  # fmt: skip
-TORCH = ("aoti_torch_grad_mode_is_enabled", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides",
-         "aoti_torch_get_dtype", "aoti_torch_get_storage_size", "aoti_torch_get_storage_offset",
-         "torch_get_const_data_ptr", "torch_get_mutable_data_ptr")  # fmt: skip
-
-BLOCK = Record(
-    "thread", "until",  # who may call, and when (nanoseconds) threads must be counted anew
-    "none", "tensor", "float", "options",  # the object, and types
-    "implementation", "keys",  # bytes from a tensor to its TensorImpl, from that to its dispatch keys
-    "local_keys",  # address of the thread's own two words of dispatch keys
-    "empty_like", "region", "taken",  # the function; workers' list, and what it holds while this one has it
-    *(f"watched{i}_{x}" for i in range(WATCHED) for x in ("dict", "key", "value")),
-    "forms", "count", "room",  # addresses of forms, one after another; how many; memory to work in
-    *PYTHON, *TORCH,
-)  # fmt: skip
-
-_RANGES = ("size_low", "size_high", "stride_low", "stride_high")
-FORM = Record(
-    "tag", "arguments", "tensors", "role", "local0", "local1",  # role: which option is the fourth tensor; -1: none
-    "scale_is_none", "scale",
-    *(f"option{i}" for i in range(OPTIONS)),
-    *(f"{x}{t}" for t in range(TENSORS) for x in ("keys", "dims", "dtype", "itemsize")),
-    *(f"{x}{t}_{d}" for t in range(TENSORS) for d in range(DIMS) for x in _RANGES),
-    "grows", "inside",  # any number of keys; heads of a token lie inside a row
-    "words", "word_count", "items", "item_count", "tables", "table_count", "slot",  # templates
-    "kernel", "tickets", "threads", "inline_below", "groups", "partials", "wrong", "counts", "seed",
-    "serve", "team", "openmp", "clock",  # of a region
-    # a step of a cache: sequences (0: no step), their new tokens and their lengths before; the call that stores those
-    "sequences", "new", "length_low", "length_high", "put", "put_count", "put_kernel", "put_ticket", "put_tickets",
-    "used",  # calls that it had
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +57,6 @@ class ReplayShape:
     @property
     def stem(self) -> str:
         return f"replay_{self.isa.arch}"
-
-
-# bytes of each part of the room
-PARTS = {"words": 2048, "items": 16384, "tables": 4096, "put": 4096, "arrived": 8192, "wrong": 256, "scratch": 8 << 20}
-PLACES = dict(zip(PARTS, [sum(list(PARTS.values())[:n]) for n in range(len(PARTS))], strict=True))
-# bytes from the beginning of CPython's objects; checked where the block is filled
-AT_OPTIONS, AT_PLACES, AT_LENGTHS = 4, 5, 6  # among Python's arguments
-OBJECT_TYPE, TUPLE_ITEMS, FLOAT_VALUE, BYTES_VALUE = 8, 24, 16, 32
 
 
 def replay_module(s: ReplayShape, symbol: str) -> Module:
@@ -110,16 +87,6 @@ class _Body:
         kind = ir.FunctionType(returns, [a.type for a in args]).as_pointer()
         at = self.k.load(I64, block, BLOCK.offset(name))
         return Value(self.k, self.k.b.call(self.k.b.inttoptr(at.x, kind), [a.x for a in args]))
-
-
-def _frame(t: int, word: int) -> int:
-    """Returns where a frame has a word of a tensor: 0 its address, from 1 on sizes, from 5 on strides in bytes."""
-    return 8 * (t * (1 + 2 * DIMS) + word)
-
-
-SEQUENCES = 64  # of a step, at most
-_LENGTHS = TENSORS * (1 + 2 * DIMS)  # word of a frame from which on it has lengths after a step
-FRAME_WORDS = _LENGTHS + SEQUENCES
 
 
 def _matches(module: Module) -> Any:
@@ -182,7 +149,7 @@ def _matches(module: Module) -> Any:
     k.b.position_at_end(after)
 
     def word(t: int, n: int) -> Value:
-        return k.load(I64, frame, _frame(t, n))
+        return k.load(I64, frame, at_tensor(t, n))
 
     keys = word(1, 3)
     _match_lengths(body)
@@ -191,7 +158,7 @@ def _matches(module: Module) -> Any:
     inside = k.zext((head > 0) & (head < row), I64)
     alike = word(2, 3).equals(keys) & inside.equals(of_form("inside"))
     last = of_form("dims3") - 1
-    columns = k.load(I64, k.at(frame, _frame(3, 1)), k.select(more, last, k.i64(0)) * 8)
+    columns = k.load(I64, k.at(frame, at_tensor(3, 1)), k.select(more, last, k.i64(0)) * 8)
     require((grows ^ 1) | (alike & ((more ^ 1) | columns.equals(keys))))
     return body.finish(k.i64(1), lambda: k.i64(0))
 
@@ -228,11 +195,11 @@ def _match_tensor(body: _Body, t: int) -> None:
     with k.range(0, dims) as d:
         size, stride = k.load(I64, sizes, d * 8), k.load(I64, strides, d * 8)
         low = k.at(form, FORM.offset(f"size_low{t}_0"))
-        ranges = [k.load(I64, low, d * (8 * len(_RANGES)) + 8 * n) for n in range(len(_RANGES))]
+        ranges = [k.load(I64, low, d * (8 * len(RANGES)) + 8 * n) for n in range(len(RANGES))]
         fits = (size >= ranges[0]) & (size <= ranges[1]) & (stride >= ranges[2]) & (stride <= ranges[3])
         good.set(good.get() & k.zext(fits, I64))
-        k.store(size, k.at(frame, _frame(t, 1)), d * 8)
-        k.store(stride * itemsize, k.at(frame, _frame(t, 1 + DIMS)), d * 8)
+        k.store(size, k.at(frame, at_tensor(t, 1)), d * 8)
+        k.store(stride * itemsize, k.at(frame, at_tensor(t, 1 + DIMS)), d * 8)
         end.set(end.get() + (size - 1) * stride * itemsize)
     require(good.get().differs(0))
     ask("aoti_torch_get_storage_offset", found)
@@ -241,7 +208,7 @@ def _match_tensor(body: _Body, t: int) -> None:
     require(k.load(I64, found) >= end.get() + offset * itemsize)
     ask("torch_get_const_data_ptr", found)
     require(k.load(I64, found).differs(0))
-    k.store(k.load(I64, found), frame, _frame(t, 0))
+    k.store(k.load(I64, found), frame, at_tensor(t, 0))
 
 
 def _match_lengths(body: _Body) -> None:
@@ -262,7 +229,7 @@ def _match_lengths(body: _Body) -> None:
                 length = body.calling(block, "PyLong_AsLongLong", item)
                 longest.set(k.select(length > longest.get(), length, longest.get()))
                 good.set(good.get() & k.zext((length >= 0) & (length + new > 0), I64))
-                k.store(length + new, k.at(frame, 8 * _LENGTHS), i * 8)
+                k.store(length + new, k.at(frame, 8 * AFTER), i * 8)
             good.set(good.get() & k.zext((longest.get() >= low) & (longest.get() <= high), I64))
     body.require(good.get().differs(0))
 
@@ -281,7 +248,7 @@ def _packs(module: Module) -> Any:
         return k.load(I64, form, FORM.offset(name))
 
     def part(name: str) -> Value:
-        return k.at(room, PLACES[name])
+        return k.at(room, ROOM_AT[name])
 
     def address(pointer: Value) -> Value:
         return Value(k, k.b.ptrtoint(pointer.x, I64))
@@ -292,7 +259,7 @@ def _packs(module: Module) -> Any:
             k.store(k.load(I64, source, i * 8), part(name), i * 8)
 
     def word(t: int, n: int) -> Value:
-        return k.load(I64, frame, _frame(t, n))
+        return k.load(I64, frame, at_tensor(t, n))
 
     copy("words", of_form("word_count"))
     words, items, tables = part("words"), part("items"), part("tables")
@@ -332,7 +299,7 @@ def _packs(module: Module) -> Any:
         v_at.set(own[1])
         total.set(k.i64(0))
         with k.range(0, sequences) as i:
-            length = k.load(I64, k.at(frame, 8 * _LENGTHS), i * 8)
+            length = k.load(I64, k.at(frame, 8 * AFTER), i * 8)
             total.set(total.get() + length)
             k.store(length, items, i * (8 * len(ITEM)) + 8 * ITEM.k_len)
             k.store(length - word(0, 3), items, i * (8 * len(ITEM)) + 8 * ITEM.start)
@@ -356,7 +323,7 @@ def _packs(module: Module) -> Any:
                 k.store(keys, row, 8 * (LENGTHS + 3))
                 dims = of_form("dims3")
                 with k.range(0, dims) as d:
-                    stride = k.load(I64, k.at(frame, _frame(3, 1 + DIMS)), d * 8)
+                    stride = k.load(I64, k.at(frame, at_tensor(3, 1 + DIMS)), d * 8)
                     k.store(stride, row, (k.i64(DIMS) - dims + d) * 8 + 8 * STRIDES)
     k.store(of_form("tickets"), words, 8 * LIMIT)
     few = (grows | (sequences > 0)) & (total.get() < of_form("inline_below"))
@@ -410,7 +377,7 @@ class _Main:
         self._run(form, threads)
         room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
         with k.range(0, k.load(I64, form, FORM.offset("wrong"))) as i:
-            wrong.set(wrong.get() | k.load(I64, k.at(room, PLACES["wrong"]), i * 8))
+            wrong.set(wrong.get() | k.load(I64, k.at(room, ROOM_AT["wrong"]), i * 8))
         with k.when(wrong.get().differs(0)):  # Python computes it once more, and raises
             body.calling(block, "Py_DecRef", out, returns=VOID)
         body.require(wrong.get().equals(0))
@@ -461,7 +428,7 @@ class _Main:
     def _run(self, form: Value, threads: Value) -> None:
         """Runs the kernel: alone, or as a region, of which there is one at a time. Other threads go on meanwhile."""
         k, block, body = self.k, self.block, self.body
-        words = k.at(k.load(PTR, block, BLOCK.offset("room")), PLACES["words"])
+        words = k.at(k.load(PTR, block, BLOCK.offset("room")), ROOM_AT["words"])
         kernel = k.load(I64, form, FORM.offset("kernel"))
         region = k.load(PTR, block, BLOCK.offset("region"))
         none, taken = (k.load(PTR, block, BLOCK.offset(x)) for x in ("none", "taken"))
@@ -474,7 +441,7 @@ class _Main:
         state = body.calling(block, "PyEval_SaveThread", returns=PTR)
         put = k.load(I64, form, FORM.offset("put_kernel"))
         with k.when(put.differs(0)):
-            call_at(k, put, k.at(k.load(PTR, block, BLOCK.offset("room")), PLACES["put"]))
+            call_at(k, put, k.at(k.load(PTR, block, BLOCK.offset("room")), ROOM_AT["put"]))
         with k.either(together) as (yes, no):
             with yes:
                 kind = ir.FunctionType(I64, [PTR, PTR, PTR, I64, PTR, I64]).as_pointer()

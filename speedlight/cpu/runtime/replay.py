@@ -20,7 +20,8 @@ from ...host.llvm import load
 from ...host.machine import host_arch, isa_named
 from ...host.shortcuts import ENVIRONMENT
 from ...problem.problem import SPAN, Options
-from ..kernels.replay import (
+from ..kernels.replay import ReplayShape
+from ..memory.forms import (
     BLOCK,
     BYTES_VALUE,
     FLOAT_VALUE,
@@ -35,7 +36,6 @@ from ..kernels.replay import (
     TORCH,
     TUPLE_ITEMS,
     WATCHED,
-    ReplayShape,
 )  # fmt: skip
 from ..memory.records import ITEM
 from . import workers

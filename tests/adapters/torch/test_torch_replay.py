@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import speedlight as sl
 import speedlight.torch
 from speedlight import engines
-from speedlight.cpu.kernels.replay import FORM
+from speedlight.cpu.memory.forms import FORM
 from speedlight.cpu.runtime import replay
 
 HEADS, DIM = 4, 32
