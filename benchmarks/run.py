@@ -69,16 +69,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def write_report(
-    report: dict[str, Any], rows: Iterable[dict[str, Any]], line: Callable[[dict[str, Any]], str], output: Path | None
-) -> int:
-    """Prints rows as they are measured, and writes the report after each; 1 if a row was refused."""
-    report["rows"] = []
+    report: dict[str, Any], rows: Iterable[dict[str, Any]], line: Callable[[dict[str, Any]], str], output: Path | None,
+    kept: Iterable[dict[str, Any]] = (),
+) -> int:  # fmt: skip
+    """Prints rows as they are measured, and writes the report after each; 1 if a row was refused.
+
+    kept: rows of before, which stay until a row of their name is measured.
+    """
+    report["rows"] = list(kept)
+    refused = 0
     for row in rows:
-        report["rows"].append(row)
+        report["rows"] = [r for r in report["rows"] if r["name"] != row["name"]] + [row]
         print(line_of(row, line), flush=True)
+        refused |= "refused" in row
         if output is not None:
             output.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any("refused" in row for row in report["rows"]))
+    return int(refused)
 
 
 def line_of(row: dict[str, Any], line: Callable[[dict[str, Any]], str]) -> str:
@@ -107,15 +113,21 @@ def save(rows: list[dict[str, Any]], only: str) -> None:
     isa, family = machine.current_isa(), machine.cpu_family()
     words = machine.cpu_name(), "" if family == "other" else family, os.cpu_count(), "cores", isa.name
     path = RESULTS / f"{_file_name(' '.join(map(str, words)))}.json"
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS).stdout.strip()
-    origin = {"family": head["family"], "commit": commit, "schedule": head["schedule"]}
-    rows = [r for r in old if r["part"] not in only.split(",")] + [r | origin for r in rows]
+    origin = {"family": head["family"], "commit": _commit(), "schedule": head["schedule"]}
+    rows = [r for r in _rows_in(path) if r["part"] not in only.split(",")] + [r | origin for r in rows]
     names = ("machine", "family", "isa", "versions")
     report = {name: head[name] for name in names} | {"cores": os.cpu_count(), "rows": rows}
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"rows: {path}")
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS).stdout.strip()
+
+
+def _rows_in(path: Path | None) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
 
 
 def _file_name(words: str) -> str:
@@ -128,8 +140,9 @@ def _run_models(given: argparse.Namespace, turns: int) -> int:
 
     _check_kind(given.only, models.KINDS)
     print(contenders.LEGEND, flush=True)
-    rows = (contenders.measured(problem, turns) for problem in models.problems(given.only))
-    return write_report(about(), rows, contenders.line, given.output)
+    origin = {"commit": _commit()}
+    rows = (contenders.measured(problem, turns) | origin for problem in models.problems(given.only))
+    return write_report(about(), rows, contenders.line, given.output, kept=_rows_in(given.output))
 
 
 def _run_ranks(given: argparse.Namespace, turns: int) -> int:

@@ -1,9 +1,9 @@
 """Writes tables and pictures from the rows of machines: python benchmarks/table.py [benchmarks/results/<machine>.json]
 
 Every row goes to docs/benchmarks.md, a part for each machine; eight problems to the README, a line for each family of
-CPUs; pictures are of the file that is named, else the newest. A machine that is not at hand keeps its last rows, with
-their commits. Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`; whole
-models in results/models, of `run.py models -o`.
+CPUs, and programs, a column for each; pictures are of the file that is named, else the newest. A machine that is not at
+hand keeps its last rows, with their commits. Gradients have a file for each machine in results/backward, of `speedlight
+bench --backward -o`; whole models in results/models, of `run.py models -o`.
 """
 
 from __future__ import annotations
@@ -173,6 +173,49 @@ def cells_of(row: dict[str, Any], kind: str) -> tuple[str, str, str]:
             return f"{times[len(times) // 2]:.2f} s", "–", f"{row['ratios']['sdpa'][2]:.2f} x (PyTorch)"
 
 
+# rows of the README's programs, as they begin
+PROGRAMS = (
+    "Llama, 8 layers, 8/2 heads of 128, prefill 4096, float32", "Llama, greedy, 64 tokens after",
+    "Llama, left-padded, 4 x 64 tokens after", "Mistral", "T5, 64", "whisper", "Gemma-2", "BERT", "sentence", "ViT, 8",
+    "UNet", "T5, a step", "Swin", "nanoGPT", "JAX",
+)  # fmt: skip
+
+
+def programs(models: list[dict[str, Any]]) -> str:
+    """The README's programs: stock time over ours, and that of attention alone, a column for each machine."""
+    found = [{row["name"]: row for row in report["rows"] if "ratios" in row} for report in models]
+    names = [x for start in PROGRAMS for x in dict.fromkeys(y for of in found for y in of) if x.startswith(start)]
+    rows = ((name.removesuffix(", float32"), *(gain_of(of.get(name)) for of in found)) for name in names)
+    return "\n".join(markdown(("program", *(report["family"] for report in models)), rows)) + "\n"
+
+
+def gain_of(row: dict[str, Any] | None) -> str:
+    """Stock time over ours, in brackets of attention alone; of the peer that is stock."""
+    if row is None:
+        return "–"
+    stock = next(name for name in ("torch", "sdpa", "jax", "eager") if name in row["ratios"])
+    alone = row.get("attention_ratios", {}).get(stock)
+    return f"{median_of(row['ratios'][stock]):.2f} x" + (f" ({median_of(alone):.2f} x)" if alone else "")
+
+
+def models_table(models: list[dict[str, Any]]) -> str:
+    """Every row of whole models, machine after machine."""
+    lines = []
+    for report in models:
+        versions = ", ".join(f"{n} {v}" for n, v in report["versions"].items() if n in ("torch", "jax"))
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in report["rows"] if "commit" in row))
+        lines += [f"{machine_of(report)}; {versions}. Measured at {commits or 'an earlier commit'}.", ""]
+        rows = (model_cells(row) for row in report["rows"] if "ratios" in row)
+        lines += [*markdown(("program", "ours, ms", "they take", "attention alone"), rows), ""]
+    return "\n".join(lines)
+
+
+def model_cells(row: dict[str, Any]) -> Iterator[str]:
+    yield from (row["name"], f"{median_of(row['seconds']['speedlight']) * 1e3:,.0f}")
+    for part in ("ratios", "attention_ratios"):
+        yield ", ".join(f"{median_of(x):.2f} x ({name})" for name, x in row.get(part, {}).items()) or "–"
+
+
 def between(text: str, name: str, new: str) -> str:
     """Text whose part of this name is another."""
     start, end = marks(name)
@@ -185,9 +228,11 @@ def main() -> None:
     newest = max(forward, key=lambda x: x.stat().st_mtime)
     data = json.loads((Path(sys.argv[1]) if len(sys.argv) > 1 else newest).read_text())
     page = between(PAGE.read_text(), "rows", "\n".join(map(table, forward)))
-    PAGE.write_text(between(page, "backward", backward_table(gradients)))
-    reports = [json.loads(path.read_text()) for path in (*forward, *gradients, *models)]
-    README.write_text(between(README.read_text(), "figures", figures(reports)))
+    page = between(page, "backward", backward_table(gradients))
+    reports, whole = ([json.loads(path.read_text()) for path in paths] for paths in ((*forward, *gradients), models))
+    PAGE.write_text(between(page, "models", models_table(whole)))
+    front = between(README.read_text(), "figures", figures([*reports, *whole]))
+    README.write_text(between(front, "programs", programs(whole)))
     PICTURES.mkdir(exist_ok=True)
     for report in models:
         model_bars(json.loads(report.read_text()), PICTURES / f"models-{report.stem}.png")
