@@ -93,8 +93,8 @@ def _has_memory(x: Any) -> bool:
 
 
 def makes_plain_tensors(x: Any) -> bool:
-    """Returns whether x is a plain tensor on the CPU and what is made beside it now is one, too, that any later call
-    may use: no mode, no graph, no transform is around.
+    """Returns whether x is a plain tensor on the CPU and what is made beside it now is one, too: no mode, no graph, no
+    transform is around. In inference mode later calls may not use what is made.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or type(x) is not torch.Tensor or torch.compiler.is_dynamo_compiling():
@@ -103,7 +103,6 @@ def makes_plain_tensors(x: Any) -> bool:
         x.is_cpu
         and not x.is_nested
         and x.layout is torch.strided
-        and not torch.is_inference_mode_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and torch._C._functorch.peek_interpreter_stack() is None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,17 @@ _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
 _FEW = 64  # tokens and heads
 _WHOLE_OR_NONE, _NUMBERS_OR_NONE = frozenset((int, type(None))), frozenset((int, float, type(None)))
-_rotations: Memo[Rotation] = Memo(64, 1 << 20)  # by shape, dtype and every option
+
+
+class _Known(NamedTuple):
+    """A rotation, and tables that turn whole rows by half: a column for each element, the second sines negative."""
+
+    rotation: Rotation
+    cos: Any  # None: rows are not of that kind
+    sin: Any
+
+
+_known: Memo[_Known] = Memo(64, 1 << 20)  # by shape, dtype and every option
 
 
 @public(leaves_graph=False)
@@ -72,32 +83,43 @@ def rotary(
     """
     options = Options(cos, sin, positions, base, interleaved, dims, layout)
     key = _key_of(x, options)
-    rotation = None if key is None else _rotations.get(key)
-    if rotation is None:
-        rotation = rotation_of(x, options)
+    known = None if key is None else _known.get(key)
+    if known is None:
+        known = _made_known(x, options) if key is not None else _Known(rotation_of(x, options), None, None)
         if key is not None:
-            _rotations.put(key, rotation, rotation.cos.nbytes + rotation.sin.nbytes)
-    elif out is None and not interleaved:
-        few: Any = x
-        if rotation.dims == few.shape[-1] and few.dtype is rotation.cos.dtype:
-            return (_halves_by_numpy if type(few) is np.ndarray else _turned_halves)(few, rotation)
+            _known.put(key, known, 4 * known.rotation.cos.nbytes)
+    if known.cos is not None and out is None:
+        return _turned_by_numpy(x, known) if type(x) is np.ndarray else _turned_tensor(x, known)
     if out is not None:
         check_out(out, x)
-    return _rotated(x, rotation, out)
+    return _rotated(x, known.rotation, out)
 
 
-def _turned_halves(x: Any, rotation: Rotation) -> Any:
-    """turned() of whole rows in the dtype that they are computed in, in half the time."""
-    cos, sin, half = rotation.cos, rotation.sin, rotation.dims // 2
-    a, b = x[..., :half], x[..., half:]
-    return library(x).concatenate((a * cos - b * sin, b * cos + a * sin), -1)
+def _made_known(x: Any, options: Options) -> _Known:
+    """Makes tensors that any later call may use: those of inference mode are not."""
+    lib = library(x)
+    with contextlib.nullcontext() if lib is np else lib.inference_mode(False):
+        rotation = rotation_of(x, options)
+        cos, sin = rotation.cos, rotation.sin
+        if rotation.interleaved or rotation.dims != x.shape[-1] or x.dtype != cos.dtype:
+            return _Known(rotation, None, None)
+        return _Known(rotation, lib.concatenate((cos, cos), -1), lib.concatenate((sin, -sin), -1))
+
+
+def _turned_tensor(x: Any, known: _Known) -> Any:
+    """The same bits as turned(): a·cos - b·sin is a·cos + b·(-sin). In half the time."""
+    return x * known.cos + (x * known.sin).roll(known.rotation.dims // 2, -1)
 
 
 @standard
-def _halves_by_numpy(x: np.ndarray, rotation: Rotation) -> Any:
-    """Silently, as _by_numpy()."""
+def _turned_by_numpy(x: np.ndarray, known: _Known) -> np.ndarray:
+    """The same, silently, in place."""
+    half = known.rotation.dims // 2
     with np.errstate(all="ignore"):
-        return _turned_halves(x, rotation)
+        result, other = x * known.cos, x * known.sin
+        result[..., :half] += other[..., half:]
+        result[..., half:] += other[..., :half]
+    return result
 
 
 def _key_of(x: Any, options: Options) -> Any:

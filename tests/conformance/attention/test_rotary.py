@@ -41,6 +41,18 @@ def assert_turned(x, dtype, *tables, **options):
     return got
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_few_tokens_have_the_bits_of_many(rng, kind):
+    """Few are turned by tables that are kept, whole rows at once; `out` and long arrays by halves."""
+    x = rng.standard_normal((2, 3, 9, 16), dtype=np.float32)
+    x[0, 0, :4, :4] = np.inf, -0.0, 0.0, 1e-42
+    x[0, 0, 0, 8] = np.inf
+    few = np.asarray(sl.rotary(kind(x), positions=5))
+    many = np.asarray(sl.rotary(kind(x), positions=5, out=kind(np.empty_like(x))))
+    assert np.isnan(few).any() and np.array_equal(np.isnan(few), np.isnan(many))
+    assert np.where(np.isnan(few), 0, few).tobytes() == np.where(np.isnan(many), 0, many).tobytes()
+
+
 @pytest.mark.each("layout", "dtype", "interleaved", "dims")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
