@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import platform
 import struct
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import UnsupportedError, pass_on
 from .llvm import host_features
@@ -27,14 +29,21 @@ class Isa:
     features: str
     needs: tuple[str, ...]  # feature names the host must report
     products: tuple[tuple[str, str], ...] = ()  # what multiplies numbers that are stored so, where it is not "fma"
+    asked: bool = False  # runs only where SPEEDLIGHT_ISA names it
 
     @property
     def triple(self) -> str:
         return f"{self.arch}-unknown-linux-gnu"
 
-    def product(self, storage: str) -> str:
+    @property
+    def has_tiles(self) -> bool:
+        """Has tile registers, which a process must ask the system for."""
+        return "amx_tile" in self.needs
+
+    def product(self, storage: str, *, gradients: bool = False) -> str:
         """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each."""
-        return dict(self.products).get(storage, "fma")
+        name = dict(self.products).get(storage, "fma")
+        return PRODUCTS[name].gradients or name if gradients else name
 
     def lanes(self, storage: str) -> int:
         """Counts scores or sums in a vector."""
@@ -51,12 +60,22 @@ def number_bytes(storage: str) -> int:
     return {"f64": 8, "f32": 4}[sum_storage(storage)]
 
 
-# elements of a row that one lane multiplies and adds in one step; host/tunings.py has a field of the same name
-PRODUCTS = {"fma": 1, "pairs": 2}
+class Steps(NamedTuple):
+    """The steps in which a product sums."""
+
+    elements: int  # of a unit: what one lane takes from a row in one step
+    together: int = 1  # units that are summed by themselves, from zero, before they join the sum
+    rows: int = 0  # keys, or columns of values, that are multiplied at once; 0: as many as a register tile has
+    gradients: str = ""  # the product of gradients, where it is another
+
+
+# by name; host/tunings.py has a field of the same name
+PRODUCTS = {"fma": Steps(1), "pairs": Steps(2), "amx_tiles": Steps(2, 16, 32, "fma")}
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
-_BF16 = (("bf16", "pairs"),)
+_BF16, _TILES = (("bf16", "pairs"),), (("bf16", "amx_tiles"),)
+_AMX = "+avx512bf16,+amx-tile,+amx-bf16,-prefer-256-bit"
 # best first:
 #    name          arch       bytes regs  LLVM's cpu   LLVM's features                what the host must have  products
 ISAS = (
@@ -64,6 +83,9 @@ ISAS = (
     Isa("avx512",     "x86_64",  64, 32, "x86-64-v4", "-prefer-256-bit",             _AVX512),
     Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            ("avx2", "fma", "f16c")),
     Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ("neon",)),
+    # tiles, and what computes the same without such registers
+    Isa("amx", "x86_64", 64, 32, "x86-64-v4", _AMX, (*_AVX512, "avx512bf16", "amx_tile", "amx_bf16"), _TILES, True),
+    Isa("amx-software", "x86_64", 64, 32, "x86-64-v4", "-prefer-256-bit", _AVX512, _TILES, True),
 )  # fmt: skip
 # LLVM's names of what Arm's CPUs have, where Linux ("Features") and macOS (hw.optional.arm.FEAT_…) have others
 _ARM_LINUX = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asimdfhm": "fp16fml", "atomics": "lse",
@@ -92,13 +114,19 @@ def host_arch() -> str:
 
 @functools.cache
 def host_isas() -> tuple[Isa, ...]:
-    """The levels this machine can run, best first."""
+    """The levels this machine can run without being asked to, best first."""
+    return tuple(i for i in runnable_isas() if not i.asked)
+
+
+@functools.cache
+def runnable_isas() -> tuple[Isa, ...]:
+    """The levels this machine can run."""
     arch = host_arch()
     if arch not in ("x86_64", "aarch64"):
         raise UnsupportedError(f"machine: expected x86-64 or 64-bit Arm; got {platform.machine()!r}.")
     have = _features()
     levels = tuple(i for i in ISAS if i.arch == arch and have.issuperset(i.needs))
-    if not levels:
+    if not [i for i in levels if not i.asked]:
         raise UnsupportedError(
             "machine: expected a CPU with AVX2, FMA and F16C (x86-64-v3, 2013 or later); this one has none."
         )
@@ -145,10 +173,34 @@ def _chosen_isa(wanted: str) -> Isa:
         own = [i for i in host_isas() if i.name == UNITS.get(cpu_family())]
         return (own or host_isas())[0]
     isa = isa_named(wanted)
-    if isa not in host_isas():
-        have = ", ".join(i.name for i in host_isas())
+    if isa not in runnable_isas():
+        have = ", ".join(i.name for i in runnable_isas())
         raise UnsupportedError(f"SPEEDLIGHT_ISA: this machine cannot run {wanted!r}; it has {have}.")
+    if isa.has_tiles:
+        permit_tiles()
     return isa
+
+
+_REFUSALS = {
+    errno.EINVAL: "Linux before 5.16, or a kernel built without them",
+    errno.EOPNOTSUPP: "the hypervisor hides them",
+    errno.EPERM: "a filter of system calls (seccomp) forbids arch_prctl",
+    errno.ENOSPC: "a thread has an alternative signal stack too small for their state",
+}
+
+
+def permit_tiles() -> None:
+    """Asks Linux for the tile registers, for all threads of this process. Raises UnsupportedError if it refuses."""
+    import ctypes
+
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    if call(ctypes.c_long(arch_prctl), ctypes.c_long(request), ctypes.c_long(tile_data)):
+        why = _REFUSALS.get(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        raise UnsupportedError(
+            f"SPEEDLIGHT_ISA: expected a process that may use AMX's tile registers; Linux refuses them ({why}). "
+            'Set SPEEDLIGHT_ISA="avx512": bfloat16 then has other bits and takes several times as long.'
+        )
 
 
 @functools.cache

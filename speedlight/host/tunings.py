@@ -112,6 +112,7 @@ class Tuning:
     tiles: tuple[RegisterTiles, ...]
     fma: Blocking  # by what multiplies
     pairs: Blocking
+    amx_tiles: Blocking
     fetching: Fetching
     decoding: Decoding
     ranges: Ranges
@@ -120,7 +121,7 @@ class Tuning:
 
     def blocking(self, product: str) -> Blocking:
         """Returns the row of a product of machine.PRODUCTS; KeyError where none was measured for it."""
-        return {"fma": self.fma, "pairs": self.pairs}[product]
+        return {"fma": self.fma, "pairs": self.pairs, "amx_tiles": self.amx_tiles}[product]
 
     @property
     def origin(self) -> Origin:
@@ -174,6 +175,8 @@ _PAIRS = {
     "intel512": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),  # slower than avx512 there
     "other":    Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
 }  # fmt: skip
+# Of AMX's tiles two vectors of queries share each tile of keys; Intel's CPUs alone have them.
+_AMX_TILES = Blocking((0.60, 1.00, 0.70), 12, 6_400_000_000, 8, 8)
 
 # A Zen 5 reads a fifth faster with it. On a Zen 4 what is fetched to the first level takes the place of what is being
 # missed there, 24 lines at once: 16 KiB ahead to the second level reads up to half faster (docs/ladder.md). An Intel
@@ -209,6 +212,7 @@ _BLOCKS = {
 LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     "fma": _BLOCKS,
     "pairs": _BLOCKS,
+    "amx_tiles": _BLOCKS,
     "fetching": {
         "groups": (0, 2), "keys": (0, 16), "cache_bytes": (0, 65536), "cache_blocks": (0, 24), "twice": (0, 1),
         "level": (1, 3), "alone": (0, 1), "rows": (0, 64),
@@ -218,7 +222,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
 }  # fmt: skip
 
 TUNINGS = {
-    x: Tuning(x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _FETCHING[x], _DECODING, _RANGES, _THREADING[x])
+    x: Tuning(x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _AMX_TILES, _FETCHING[x], _DECODING, _RANGES, _THREADING[x])
     for x in FAMILIES
 }
 

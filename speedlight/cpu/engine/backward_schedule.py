@@ -95,7 +95,7 @@ def _sizes(
 ) -> tuple[BackwardSizes, dict[str, bool]]:
     """Returns what scratch depends on, and which rows are copied; `rows`: columns of a register tile."""
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
-    panel, elements = lanes * _VECTORS, PRODUCTS[product_name(problem, isa)]
+    panel, elements = lanes * _VECTORS, PRODUCTS[product_name(problem, isa, gradients=True)].elements
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
     staged = _staged(problem, strides, elements)
     columns, value_columns = up(problem.head_dim, lanes), up(problem.value_dim, lanes)

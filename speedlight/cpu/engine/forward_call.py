@@ -217,7 +217,7 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         "scratch_stride": how.scratch_stride,
         "limit": how.tickets,
         "c": bits_of(abs(c), number),
-        "flip": signs_of(number, PRODUCTS[product_name(problem, how.isa)]) if c < 0 else 0,
+        "flip": signs_of(number, PRODUCTS[product_name(problem, how.isa)].elements) if c < 0 else 0,
         "divisor": bits_of(problem.dropout_divisor, number),
     }
     words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)
@@ -260,7 +260,8 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
     lines = {
         f"{x}_lines": -(-dim * size // 64) * (known and words[f"{x}_column"] == size) for x, dim, size, known in sizes
     }
-    groups = TILE // how.tuning.register_tiles(how.isa).keys[how.vectors - 1]  # of keys in a tile
+    rows = PRODUCTS[product_name(problem, how.isa)].rows or how.tuning.register_tiles(how.isa).keys[how.vectors - 1]
+    groups = TILE // rows  # of keys in a tile
     return lines | {
         "upcoming": how.threads,
         "next_positions": -(-how.panel // (groups * problem.group)),

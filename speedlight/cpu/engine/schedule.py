@@ -53,9 +53,9 @@ class Schedule:
         return self.scratch_bytes * self.threads + self.partial_bytes * (self.tickets // self.parts)
 
 
-def product_name(problem: Problem, isa: Isa) -> str:
+def product_name(problem: Problem, isa: Isa, *, gradients: bool = False) -> str:
     """Names what multiplies, in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
-    return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
+    return "fma" if problem.quantised or problem.widened else isa.product(problem.storage, gradients=gradients)
 
 
 def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
@@ -87,7 +87,8 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     panel = lanes * vectors
     stage_keys, stage_values = _staged(problem, product, strides)
     # a cache's values are staged where pages part a tile
-    sizes = _sizes(problem, isa, vectors, tiles.keys[vectors - 1], (stage_keys, stage_values or strides.is_cached))
+    rows_at_once = PRODUCTS[product].rows or tiles.keys[vectors - 1]
+    sizes = _sizes(problem, isa, vectors, rows_at_once, (stage_keys, stage_values or strides.is_cached))
     scratch, fixed = placed(FORWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(PANEL, sizes)
     fits = (level2_bytes() * 5 // 8 - fixed) // panel_bytes
@@ -132,25 +133,29 @@ def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: 
 
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
     """Returns whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
-    paired = PRODUCTS[product] > 1
+    elements, together, *_ = PRODUCTS[product]
+    if together > 1:
+        return True, True
+    paired = elements > 1
     direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
-    keys = strides.is_paged or not direct or strides.strided_keys or problem.head_dim % PRODUCTS[product] != 0
+    keys = strides.is_paged or not direct or strides.strided_keys or problem.head_dim % elements != 0
     values = not direct or strides.strided_values or (not strides.is_cached and (paired or strides.is_paged))
     return keys, values
 
 
 def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:
     """Returns what scratch depends on. rows: keys of a register tile; staged: whether keys are, and values."""
-    number, elements = number_bytes(problem.storage), PRODUCTS[product_name(problem, isa)]
-    units = -(-problem.head_dim // elements)
+    number, (elements, together, *_) = number_bytes(problem.storage), PRODUCTS[product_name(problem, isa)]
+    units, width = up(-(-problem.head_dim // elements), together), up(problem.value_dim, rows)
+    columns = problem.value_dim if together == 1 else width
     return ForwardSizes(
         number=number,
         panel=vectors * isa.lanes(problem.storage),
         tile_rows=up(TILE, rows),
         units=units,
-        width=up(problem.value_dim, rows),
+        width=width,
         staged_keys=staged[0] * TILE * units * number,
-        staged_values=staged[1] * (TILE // elements) * problem.value_dim * number,
+        staged_values=staged[1] * ((TILE // elements) * columns * number + (together > 1) * 64),
         quantised=problem.quantised is not None,
     )
 
@@ -182,7 +187,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     tasks, enough = heads // together, wants.tasks * threads
     most = -(-spans // wants.spans)
     parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
-    elements = PRODUCTS[product_name(problem, isa)]
+    elements = PRODUCTS[product_name(problem, isa)].elements
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),
         rows=rows,

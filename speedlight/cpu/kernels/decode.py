@@ -15,6 +15,7 @@ from ...problem.problem import SPAN, TILE
 from ..language.vector import I64, Function, Module, Value
 from ..memory.records import BLOCK, PLACES, ROW
 from ..memory.shape import Shape
+from ..products.product import product_of
 from .addresses import locate
 from .dropping import drop_row
 from .lower import expression_row
@@ -43,15 +44,16 @@ class _Parts:
         self.shape = s
         m = self.module = Module(f"decode_{s.storage}")
         self.locate, self.pack, self.weigh, self.add_up = locate(m, s.piece), pack_row(m, s), weigh(m, s), add_up(m, s)
-        self.score = score(m, s)
+        product = product_of(s)
+        self.score = product.flushed(m, score(m, s))
         self.drop = drop_row(m, s) if s.dropout else None
         self.rescale = rescale(m, s) if s.format.is_coded else None
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
-        self.score_heads = score_heads(m, s) if s.cached and self.visibility is None else None
+        self.score_heads = product.flushed(m, score_heads(m, s)) if s.cached and self.visibility is None else None
         self.extent = extent(m, self.visibility) if self.visibility else None
-        self.values = value_tiles(m, s)
-        self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
+        self.values = [(rows, least, product.flushed(m, f)) for rows, least, f in value_tiles(m, s)]
+        self.careful, self.merge, self.log = product.flushed(m, careful_values(m, s)), merge_row(m, s), natural_log(m)
         self.store = store_row(m, s, self.log)
 
 
@@ -216,8 +218,9 @@ class _Task(Work):
             self.tile(start, count, count)
             return
         first, end, clear = self.extent_of(Box(self.heads, self.positions), start, count)
+        clear, first = k.select(clear > first, clear, k.i64(0)), self.s.first_of_units(first)
         with k.when(first < end):
-            self.tile(start + first, end - first, clear - first)
+            self.tile(start + first, end - first, k.max(clear - first, k.i64(0)))
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
@@ -234,7 +237,7 @@ class _Task(Work):
             with k.range(0, self.rows) as r:
                 k.call(parts.rescale, self.weights(r), self.v_places, count)
         self.begin_sums()
-        together = s.unit_of(joint)
+        together = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
         self.add_values(together, regular)
         with k.range(0, self.rows) as r:
             end = s.count_units(k.load(I64, self.limits, r * 8))
@@ -302,15 +305,20 @@ class _Task(Work):
     def begin_sums(self) -> None:
         """Updates running sums; what the tile's sums of values start from is a zero of the sign of its weights' sum."""
         k, s = self.k, self.s
-        sign = k.const(-(1 << (63 if s.wide else 31)), s.integer)
         with k.range(0, self.rows) as r:
-            total = k.load(s.number, self.sums, r * 8)
-            begin = k.splat((total.bits(s.integer) & sign).bits(s.number), s.lanes)
+            total, begin = k.load(s.number, self.sums, r * 8), self.begin_of(r)
             with k.range(0, self.slots) as slot:
                 k.store(begin, self.tile_sums, (r * self.slots + slot) * s.vector_bytes)
             at = k.at(self.head_span, r * self.state_row)
             alpha, running_sum = k.load(s.number, self.alpha, r * 8), k.load(s.number, at, s.number_bytes)
             k.store(k.fma(running_sum, alpha, total), at, s.number_bytes)
+
+    def begin_of(self, r: Value) -> Value:
+        """Returns what a row's sums of values start from: -0 where it sees nothing, else +0."""
+        k, s = self.k, self.s
+        sign = k.const(-(1 << (63 if s.wide else 31)), s.integer)
+        total = k.load(s.number, self.sums, r * 8)
+        return k.splat((total.bits(s.integer) & sign).bits(s.number), s.lanes)
 
     def add_values(self, together: Value, regular: Value) -> None:
         """Adds the values of the steps that all rows see, for as many rows at once as there are registers."""
@@ -337,4 +345,5 @@ class _Task(Work):
         with k.range(0, self.slots) as slot:
             at = k.at(self.head_span, r * self.state_row + (slot + 1) * s.vector_bytes)
             x = k.load(s.vector, self.tile_sums, (r * self.slots + slot) * s.vector_bytes)
+            x = product_of(s).settle(k, x, self.begin_of(r))
             k.store(k.fma(k.load(s.vector, at), alpha, x), at)

@@ -88,6 +88,11 @@ class _Task(PanelWork):
         return head, block * (a.panels * self.s.panel)
 
     def run(self) -> None:
+        with product_of(self.s).registers(self.k):
+            self.take_all()
+
+    def take_all(self) -> None:
+        """Takes all panels through all keys."""
         k, a, last = self.k, self.a, self.last
         with k.range(0, self.panels) as i:
             self.pack(Panel(self, i))
@@ -137,7 +142,7 @@ class _Task(PanelWork):
                 k.call(self.parts.resume, k.p["a"], panel.part("total"), panel.lanes("out"), panel.lanes("lse"))
         if self.visibility is not None:
             clear_state(k, s, panel.part("span"), a.width + 2)  # the only span may be skipped
-        units = s.count_units(a.head_dim)
+        units = s.packed_units(a.head_dim)
         k.call(self.parts.pack, panel.lanes("q"), panel.part("queries"), a.head_dim, units, a.q_column, a.flip)
 
     def finish(self) -> None:
@@ -198,7 +203,7 @@ class _Task(PanelWork):
         """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
         keys, values = k.at(self.keys, start * a.k_row), k.at(self.values, start * a.v_row)
-        units, dim = s.count_units(a.head_dim), a.value_dim
+        units, dim = s.packed_units(a.head_dim), a.value_dim
         k_staged, v_staged = self.part("keys"), self.part("values")
         k_places = self.part("places")
         v_places = k.at(k_places, PLACES * 8)
@@ -249,15 +254,15 @@ class _Task(PanelWork):
     def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value, full: Value) -> None:
         """Keys [first, end) of a tile for one panel. The mask hides nothing of [clear, full); `causal` still may."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        shown = k.min(panel.end("low") - tile.start, full)
-        masked = clear - first
+        product, shown = product_of(s), k.min(panel.end("low") - tile.start, full)
+        masked = clear - s.first_of_units(first)
         clear, shown = (k.select(shown > clear, x, first) for x in (clear, shown))
         self.count(k.select(clear.equals(first), shown - first, k.i64(0)), end - first)
-        shown = product_of(s).whole_keys(k, shown, end, tile.length)
+        shown, first = product.whole_keys(k, shown, end, tile.length), s.first_of_units(first)
         start, high = tile.start + first, end - first
         clear, shown, full = clear - first, shown - first, full - first
         keys = k.at(tile.keys, first * tile.k_row)
-        values = k.at(tile.values, s.count_units(first) * tile.v_row)
+        values = product.values_from(k, tile.values, first, tile.v_row)
         missing = [k.select(end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
         scales = [k.at(x, first * 4) for x in self.scales()] if s.format.is_coded else []
         check, state, limits = self.part("check"), panel.part("span"), panel.lanes("limit")
@@ -267,7 +272,7 @@ class _Task(PanelWork):
         follows = k.zext(self.follows & (tile.start + TILE >= self.last), I64)
         # keys that any but the last vector of queries sees
         wide = k.max(k.load(I64, limits, (s.panel - s.lanes - 1) * 8) - start, k.i64(0)) if s.has_narrow_tail else high
-        arguments = (panel.part("queries"), keys, tile.k_row, high, s.count_units(a.head_dim), check, self.fetch)
+        arguments = (panel.part("queries"), keys, tile.k_row, high, s.packed_units(a.head_dim), check, self.fetch)
         k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1])
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
@@ -288,6 +293,7 @@ class _Task(PanelWork):
         """
         k, s, parts, a = self.k, self.s, self.parts, self.a
         clear, full, wide, steps = (s.count_units(x) for x in keys)
+        clear, full = product_of(s).whole_steps(k, clear, full, steps, tile.values, a.width)
         accumulator, fresh = k.at(state, 2 * s.row_bytes), k.zext((tile.start % SPAN).equals(0), I64)
 
         def add(function: Any, first: Value, end: Value, *more: Value) -> None:

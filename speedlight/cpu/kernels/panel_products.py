@@ -17,9 +17,8 @@ from typing import Any
 
 from ...problem.problem import TILE
 from ..language.prototypes import prototype
-from ..language.vector import F32, PTR, Function, Module, Value
+from ..language.vector import PTR, Function, Module, Value
 from ..memory.shape import Shape
-from ..products.outer import run_fetching
 from ..products.product import product_of
 from .prefetch import fetch_next
 
@@ -33,35 +32,30 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     `lines`; and what the next task will, where one `follows`.
 
     check holds every lane's largest score, the sum (finite only if all scores are), and the smallest; where a score
-    function follows, that says so of what it makes of them. Row groups past the end repeat the last key: what they
-    write lies past n_keys. Keys from `wide` on are seen by the last vector of queries alone (`causal`): the others'
-    scores of these are whatever lay there, which softmax_tile hides.
+    function follows, that says so of what it makes of them. What is written past n_keys nothing reads. Keys from
+    `wide` on are seen by the last vector of queries alone (`causal`): the others' scores of these are whatever lay
+    there, which softmax_tile hides.
     """
     k = module.function("score_tile", prototype(_SCORE + " scales*" * s.format.is_coded))
     p, product = k.p, product_of(s)
     checks = _Checks(k, s) if s.program is None or s.program.score is None else None
-    last = p["n_keys"] - 1
 
-    def group(j: Value, vectors: range) -> None:
-        """Scores a group of keys from j on, for some of the panel's vectors."""
-        rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
-
-        def run(step: Callable[[Value], None]) -> None:
-            _fetch_rows(k, s, lines, j)
-            fetch_next(k)
-            if s.fetching.rows:
-                run_fetching(k, s, j + s.rows, step)
-            else:
-                k.unrolled(0, p["units"], step)
-
-        total = product.score(k, p["q_panel"], rows, vectors, run)
-        for i, v in enumerate(vectors):
-            scores = _stored_scores(k, s, j, v, [total[m][i].get() for m in range(s.rows)])
-            if checks is not None:
+    def group(j: Value, vectors: range, *, whole: bool = False) -> None:
+        """Scores a group of keys from j on, which may be known to be whole, for some of the panel's vectors."""
+        _fetch_rows(k, s, lines, j)
+        fetch_next(k)
+        found = product.panel_scores(k, j, vectors, whole=whole)
+        if checks is not None:
+            for v, scores in zip(vectors, found, strict=True):
                 checks.add(v, scores)
 
     wide = k.min((p["wide"] + (s.rows - 1)) // s.rows * s.rows, p["n_keys"]) if s.has_narrow_tail else p["n_keys"]
-    with k.range(0, wide, s.rows) as j:
+    first = k.i64(0)
+    if s.together > 1:
+        first = wide // s.rows * s.rows
+        with k.range(0, first, s.rows) as j:
+            group(j, range(s.vectors), whole=True)
+    with k.range(first, wide, s.rows) as j:
         group(j, range(s.vectors))
     if s.has_narrow_tail:
         with k.range(wide, p["n_keys"], s.rows) as j:
@@ -99,18 +93,6 @@ def _fetch_rows(k: Function, s: Shape, lines: Sequence[int], j: Value) -> None:
             row = k.load(PTR, k.p["ahead"], (i + n * s.panel) * 8)
             for line in range(count):
                 k.prefetch(k.at(row, line * 64))
-
-
-def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> list[Value]:
-    """Scores of keys j, j + 1, … against one vector of queries."""
-    p = k.p
-    if s.format.is_coded:
-        last = p["n_keys"] - 1
-        x = [each * k.splat(k.load(F32, p["scales"], k.min(j + m, last) * 4), s.lanes) for m, each in enumerate(x)]
-    out = k.at(p["scores"], j * s.row_bytes)
-    for m, each in enumerate(x):
-        k.store(each, out, m * s.row_bytes + s.lane_offset(v))
-    return x
 
 
 def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value], last: Value) -> Value:

@@ -6,6 +6,8 @@ row_weights.py, and so is what lies where.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...problem.problem import TILE
@@ -14,8 +16,8 @@ from ..language.vector import I64, PTR, Function, Module, Value
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
-from ..products.packing import KeyRun
-from ..products.product import product_of
+from ..products.packing import KeyRun, summed_together
+from ..products.product import Product, product_of
 
 
 def score_row(s: Shape) -> int:
@@ -38,7 +40,7 @@ def score_rows(module: Module, s: Shape) -> Any:
     """
     k = module.function("score_rows", prototype(_SCORE))
     p, n, product = k.p, s.lanes, product_of(s)
-    rows, column = k.buffer(I64, n), k.buffer(s.unit, n)
+    rows, rest = k.buffer(I64, n), k.buffer(s.unit, n * n)
     runs = list(product.key_runs(k, p["head_dim"]))
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
     dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
@@ -54,14 +56,17 @@ def score_rows(module: Module, s: Shape) -> Any:
             keys.append(run.load(k.load(PTR, rows, 8 * m), t))
         return k.transpose(keys)
 
-    def each_row(j: Value, t: Value, columns: list[Value]) -> None:
+    @contextlib.contextmanager
+    def each_row(j: Value) -> Iterator[Callable[[Value, Value], None]]:
+        """Goes on with the sums of each row; yields what adds unit t, of keys and the row's query."""
         with k.range(0, p["rows"]) as r:
             at = k.at(p["scores"], r * score_row(s) + j * s.number_bytes)
-            query = k.at(p["queries"], (r * p["units"] + t) * s.number_bytes)
-            total = k.load(s.vector, at)
-            for u, keys in enumerate(columns):
-                total = product.multiply_add(k, k.splat(k.load(s.unit, query, u * s.number_bytes), n), keys, total)
-            k.store(total, at)
+            total, query = product.new_sum(k, k.load(s.vector, at)), r * p["units"]
+            yield lambda t, keys: total.add(
+                k.splat(k.load(s.unit, p["queries"], (query + t) * s.number_bytes), n), keys
+            )
+            total.join()
+            k.store(total.get(), at)
 
     with k.range(0, p["count"], n) as j:
         ahead = k.load(PTR, p["places"], (j + n * s.fetching.groups) * 8) if s.fetching.groups else None
@@ -73,13 +78,24 @@ def score_rows(module: Module, s: Shape) -> Any:
             with k.range(run.first, run.end, run.step) as t:
                 found = transposed(ahead, t, run)
                 for i in range(run.step // n):
-                    each_row(j, t + i * n if run.step > n else t, run.columns(found, i))
-        with k.range(runs[-1].end, p["units"]) as t:
-            for m in range(n):
-                x = product.load_unit(k, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
-                k.store(x, column, m * s.number_bytes)
-            each_row(j, t, [k.load(s.units, column)])
+                    columns = run.columns(found, i)
+                    with each_row(j) as add:
+                        for u, keys in enumerate(columns):
+                            add(t + (i * n + u), keys)
+        _add_rest(k, product, (rows, rest), runs[-1].end, each_row(j))
     return k.finish()
+
+
+def _add_rest(k: Function, product: Product, memory: tuple[Value, Value], first: Value, each_row: Any) -> None:
+    """Adds the units past whole vectors, of keys at `rows`: they are brought together in `rest`, [unit][key]."""
+    p, s, (rows, rest) = k.p, product.s, memory
+    with k.when(first < p["units"]):
+        with k.range(first, p["units"]) as t:
+            for m in range(s.lanes):
+                x = product.load_unit(k, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
+                k.store(x, rest, (t - first) * s.vector_bytes + m * s.number_bytes)
+        with each_row as add, k.range(first, p["units"]) as t:
+            add(t, k.load(s.units, rest, (t - first) * s.vector_bytes))
 
 
 def score_lanes(module: Module, s: Shape) -> Any:
@@ -132,7 +148,7 @@ def _score_groups(
     for rows, blocks in groups:
         vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
         queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
-        sums.append((vectors, [(x, [k.variable(k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
+        sums.append((vectors, [(x, [product.new_sum(k, k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
     for ahead in aheads if s.format.is_coded else ():
         k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
@@ -147,9 +163,14 @@ def _score_groups(
                 for u in range(count):
                     query = k.splat(k.load(s.unit, row, (t + u) * s.number_bytes), n)
                     for total, x in zip(totals, keys, strict=True):
-                        total.set(product.multiply_add(k, query, x[u], total.get()))
+                        total.add(query, x[u])
 
-    product.each_unit(k, p["units"], units, unrolled=True)
+    with summed_together(k, s, k.i64(0), p["units"]) as (first, end):
+        product.each_unit(k, end - first, lambda t, *count: units(first + t, *count), unrolled=True)
+        for _, rows in sums:
+            for _, totals in rows:
+                for total in totals:
+                    total.join()
     for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):
         for r, (_, totals) in zip(numbers, rows, strict=True):
             for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):

@@ -11,8 +11,9 @@ the keys; what is uneven at its end, and tiles with scores of -inf, go key by ke
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...problem.problem import TILE
@@ -22,6 +23,7 @@ from ..language.vector import I1, I64, PTR, Function, Module, Value, Variable, v
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
+from ..products.packing import summed_together
 from ..products.product import product_of
 from .row_scores import block_at, blocks_ahead, score_row
 from .softmax import (
@@ -237,14 +239,14 @@ def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
         slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
         columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
         sums = [[r * p["sum_row"] + x * s.vector_bytes for x in slots] for r in map(k.i64, range(rows))]
-        totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
+        totals = [[product.new_sum(k, k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
 
         def step(
             j: Value,
             keys: list[Value],
             count: int = 1,
             columns: list[Value] = columns,
-            totals: list[list[Variable]] = totals,
+            totals: list[list[Any]] = totals,
         ) -> None:
             vectors = [product.load_values(k, keys, c, count) for c in columns]
             for r in range(rows):
@@ -252,11 +254,15 @@ def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
                     at = (j + u) * s.number_bytes + r * score_row(s)
                     weight = k.splat(k.load(s.unit, p["weights"], at), s.lanes)
                     for total, x in zip(totals[r], vectors, strict=True):
-                        total.set(product.multiply_add(k, x[u], weight, total.get()))
+                        total.add(x[u], weight)
 
         every = max(1, 64 // (s.lanes * s.stored_bytes * product.units_per_load))
         lines = columns[::every] if rows > 1 or s.fetching.alone or not s.cached else []
-        (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, step)
+        with summed_together(k, s, p["first"], p["end"]) as steps:
+            (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, steps, step)
+            for row in totals:
+                for total in row:
+                    total.join()
         for r in range(rows):
             for total, x in zip(totals[r], sums[r], strict=True):
                 k.store(total.get(), p["sums"], x)
@@ -265,11 +271,11 @@ def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
 _Step = Callable[..., None]  # step, rows of values, how many steps those are
 
 
-def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
-    """Takes all steps through a cache's blocks; of each row, those lines of a block ahead are fetched."""
+def _blocks_of_values(k: Function, s: Shape, lines: list[Value], steps: tuple[Value, Value], step: _Step) -> None:
+    """Takes steps, from and to, through a cache's blocks; of each row, those lines of a block ahead are fetched."""
     p, size, step_row, product = k.p, _steps_together(s), _step_row(k, s), product_of(s)
     far = blocks_ahead(k, s, p["value_row"]) if lines else None
-    with k.range(p["first"], p["end"], size) as j:
+    with k.range(*steps, size) as j:
         block = block_at(k, s, j // size)
         ahead = None if far is None else block_at(k, s, j // size + far)
         if s.format.is_coded and ahead is not None:
@@ -284,12 +290,12 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
             at = k.at(block, row)
             step(j + i, [at] if count > 1 else product.value_row(k, at, i, step_row), count)
 
-        count = k.min(p["end"] - j, k.i64(size))
+        count = k.min(steps[1] - j, k.i64(size))
         product.each_unit(k, count, rows, unrolled=False)
 
 
-def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
-    """Takes all steps through rows: at one distance, or a list of them."""
+def _rows_of_values(k: Function, s: Shape, lines: list[Value], steps: tuple[Value, Value], step: _Step) -> None:
+    """Takes steps, from and to, through rows: at one distance, or a list of them."""
     p, keys, far = k.p, s.elements, s.fetching.keys
 
     def one(j: Value, row_of: Callable[[Value], Value]) -> None:
@@ -302,9 +308,9 @@ def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> N
 
     base = k.load(PTR, p["places"])
     with k.either(p["regular"].differs(0)) as (by_stride, by_list):  # a load less for each row
-        with by_stride, k.range(p["first"], p["end"]) as j:
+        with by_stride, k.range(*steps) as j:
             one(j, lambda x: k.at(base, x * p["value_row"]))
-        with by_list, k.range(p["first"], p["end"]) as j:
+        with by_list, k.range(*steps) as j:
             one(j, lambda x: k.load(PTR, p["places"], x * 8))
 
 
@@ -316,7 +322,10 @@ def careful_values(module: Module, s: Shape) -> Any:
     k = module.function("careful_values", prototype(f"{_VALUE} last"))
     p, size, product = k.p, _steps_together(s), product_of(s)
     step_row = _step_row(k, s)
-    with k.range(p["first"], p["end"]) as j:
+
+    @contextlib.contextmanager
+    def visible(j: Value) -> Iterator[Callable[[Value, Any], None]]:
+        """Does what follows where any of step j's keys is seen; yields what adds its values, of one slot, to a sum."""
         weight = k.load(s.unit, p["weights"], j * s.number_bytes)
         seen, mask = product.seen_bits(k, weight)
         with k.when(seen):
@@ -326,13 +335,34 @@ def careful_values(module: Module, s: Shape) -> Any:
             else:
                 first = j if s.elements == 1 else j * s.elements
                 rows = [k.load(PTR, p["places"], k.min(first + n, p["last"]) * 8) for n in range(s.elements)]
-            with k.range(0, p["slots"]) as slot:
+
+            def add(slot: Value, total: Any) -> None:
                 column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
                 (x,), w = product.load_values(k, rows, column), k.splat(weight, s.lanes)
                 if mask is not None:
                     x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
-                at = k.at(p["sums"], slot * s.vector_bytes)
-                k.store(product.multiply_add(k, x, w, k.load(s.vector, at)), at)
+                total.add(x, w)
+
+            yield add
+
+    @contextlib.contextmanager
+    def each_slot() -> Iterator[tuple[Value, Any]]:
+        """Goes on with the row's sum of each slot."""
+        with k.range(0, p["slots"]) as slot:
+            at = k.at(p["sums"], slot * s.vector_bytes)
+            total = product.new_sum(k, k.load(s.vector, at))
+            yield slot, total
+            total.join()
+            k.store(total.get(), at)
+
+    with k.range(p["first"], p["end"], s.together) as start:
+        if s.together == 1:
+            with visible(start) as add, each_slot() as where:
+                add(*where)
+        else:
+            end = k.min(start + s.together, p["end"])
+            with each_slot() as where, k.range(start, end) as j, visible(j) as add:
+                add(*where)
     return k.finish()
 
 

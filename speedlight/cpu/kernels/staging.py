@@ -23,6 +23,7 @@ def pack_queries(module: Module, s: Shape) -> Any:
     """q_panel[units, panel] from the rows named by a table of pointers."""
     k = module.function("pack_queries", prototype(f"table* q_panel* {_QUERY}"))
     p, product, (flip, end) = k.p, product_of(s), _flip_and_end(k, s)
+    filled = p["units"] if s.together == 1 else s.count_units(p["head_dim"])
     with k.range(0, s.vectors) as v, k.range(0, end, s.lanes) as t:
         table = k.at(p["table"], v * (s.lanes * 8))
         fetch_lines(k, s, table, t + s.lanes)
@@ -32,9 +33,12 @@ def pack_queries(module: Module, s: Shape) -> Any:
             k.store(flipped, p["q_panel"], (t + i) * s.row_bytes + v * s.vector_bytes)
     with k.range(0, s.panel) as lane:
         row = k.load(PTR, p["table"], lane * 8)
-        with k.range(end, p["units"]) as t:
+        with k.range(end, filled) as t:
             x = product.load_unit(k, row, t, p["column"], p["head_dim"])
             k.store(x.bits(s.integer) ^ flip, p["q_panel"], t * s.row_bytes + lane * s.number_bytes)
+    with k.range(filled, p["units"]) as t:
+        for v in range(s.vectors):
+            k.store(k.const(0, s.ivector), p["q_panel"], t * s.row_bytes + s.lane_offset(v))
     return k.finish()
 
 

@@ -182,6 +182,7 @@ class Module:
     def __init__(self, name: str) -> None:
         self.ir = ir.Module(name)
         self.special: set[str] = set()
+        self.made: dict[str, Any] = {}
 
     def function(
         self,
@@ -196,6 +197,12 @@ class Module:
         if special or public:
             self.special.add(name)
         return Function(self, name, params, returns, public)
+
+    def once(self, name: str, make: Callable[[Module], Any]) -> Any:
+        """Returns what `make` wrote here, which several functions use."""
+        if name not in self.made:
+            self.made[name] = make(self)
+        return self.made[name]
 
     def declare(self, name: str, returns: ir.Type, params: Sequence[ir.Type]) -> Any:
         known = self.ir.globals.get(name)

@@ -46,17 +46,24 @@ class Shape:
     @property
     def product(self) -> str:
         """Name of what multiplies, in machine.PRODUCTS."""
-        return "fma" if self.quantised or self.widened else self.isa.product(self.storage)
+        if self.quantised or self.widened:
+            return "fma"
+        return self.isa.product(self.storage, gradients=self.kind in ("backward", "tables"))
 
     @property
     def elements(self) -> int:
         """Elements of a unit: what one multiply-add step takes from a row of keys, or of values at one column."""
-        return PRODUCTS[self.product]
+        return PRODUCTS[self.product].elements
+
+    @property
+    def together(self) -> int:
+        """Units that are summed by themselves, from zero, before they join the sum."""
+        return PRODUCTS[self.product].together
 
     @property
     def pads(self) -> bool:
         """Has zeros beside the last of an odd number of keys: of arrays, by pairs."""
-        return self.elements > 1 and not self.cached
+        return self.elements > 1 and self.together == 1 and not self.cached
 
     @property
     def hides(self) -> bool:
@@ -66,7 +73,7 @@ class Shape:
     @property
     def has_narrow_tail(self) -> bool:
         """Computes keys that `causal` shows to a panel's last vector of queries alone for that vector alone."""
-        return self.vectors > 1 and self.program is None
+        return self.vectors > 1 and self.together == 1 and self.program is None
 
     @property
     def fetches_rows(self) -> bool:
@@ -78,6 +85,14 @@ class Shape:
     def count_units(self, length: Any) -> Any:
         """Counts the units that hold so many elements."""
         return length if self.elements == 1 else (length + (self.elements - 1)) // self.elements
+
+    def packed_units(self, length: Any) -> Any:
+        """Counts the units of a panel or a staged tile that hold so many elements: zeros fill up those together."""
+        return (self.count_units(length) + (self.together - 1)) & -self.together
+
+    def first_of_units(self, element: Any) -> Any:
+        """Returns the first element of the units that are summed together with an element's."""
+        return element if self.together == 1 else element & -(self.elements * self.together)
 
     def unit_of(self, element: Any) -> Any:
         """Returns the unit that has an element."""
@@ -196,8 +211,8 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Keys (or value columns) per register tile."""
-        return self.tiles.keys[self.vectors - 1]
+        """Keys (or value columns) that are multiplied at once."""
+        return PRODUCTS[self.product].rows or self.tiles.keys[self.vectors - 1]
 
     @property
     def row_bytes(self) -> int:

@@ -31,7 +31,10 @@ _EXP2_F64 = (
 class Fma:
     """The product of every vector unit."""
 
-    score, value_tile, predicated_tile = outer.score, outer.value_tile, outer.predicated_tile
+    panel_scores, value_tile, predicated_tile = outer.panel_scores, outer.value_tile, outer.predicated_tile
+    new_sum, values_from, whole_steps = outer.new_sum, outer.values_from, outer.whole_steps
+    joint_steps, settle = outer.joint_steps, outer.settle
+    flushed, registers = outer.flushed, outer.registers
     product_tile, into_queries = outer_gradients.product_tile, outer_gradients.into_queries
     into_keys = outer_gradients.into_keys
 

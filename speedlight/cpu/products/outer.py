@@ -9,17 +9,57 @@ the classes that multiply so.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..language.prototypes import prototype
-from ..language.vector import Function, Module, Value, Variable
+from ..language.vector import F32, Function, Module, Value, Variable
 from ..memory.shape import Shape
 
 if TYPE_CHECKING:
     from .product import Product
 
 Sums = list[list[Variable]]  # of a register tile: [row][vector]
+
+
+class Chain:
+    """A sum that is one chain of multiply-adds: add() units, join() those that are summed together, one at a time."""
+
+    def __init__(self, product: Product, k: Function, start: Value) -> None:
+        self.product, self.k, self.total = product, k, k.variable(start)
+
+    def add(self, a: Value, b: Value) -> None:
+        self.total.set(self.product.multiply_add(self.k, a, b, self.total.get()))
+
+    def join(self) -> None: ...
+
+    def get(self) -> Value:
+        return self.total.get()
+
+
+def new_sum(product: Product, k: Function, start: Value) -> Chain:
+    return Chain(product, k, start)
+
+
+def joint_steps(product: Product, k: Function, joint: Value, steps: Value) -> Value:
+    """Returns how many of the first `joint` steps, which all rows see, are summed together, of so many in the tile."""
+    return joint
+
+
+def settle(product: Product, k: Function, total: Value, begin: Value) -> Value:
+    """Returns a sum of values that began with a zero, `begin`, as the accumulator adds it."""
+    return total
+
+
+def flushed(product: Product, module: Module, f: Any) -> Any:
+    """Returns a function that sums products, in the mode that these want."""
+    return f
+
+
+def registers(product: Product, k: Function) -> contextlib.AbstractContextManager[None]:
+    """Prepares registers that the product has beside vectors, for what is written meanwhile."""
+    return contextlib.nullcontext()
 
 
 def new_sums(k: Function, s: Shape, rows: int, vectors: int = 0) -> Sums:
@@ -74,6 +114,38 @@ def score(
     return total
 
 
+def panel_scores(product: Product, k: Function, j: Value, vectors: range, *, whole: bool) -> list[list[Value]]:
+    """Stores the scores of `rows` keys, from key j on, against some vectors of a panel; returns them, [vector][key].
+
+    It writes a part of score_tile() of kernels/panel_products.py, whose parameters it reads. Keys past the end repeat
+    the last one; whole: none is.
+    """
+    s, p = product.s, k.p
+    last = p["n_keys"] - 1
+    rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
+
+    def run(step: Callable[[Value], None]) -> None:
+        if s.fetching.rows:
+            run_fetching(k, s, j + s.rows, step)
+        else:
+            k.unrolled(0, p["units"], step)
+
+    total = score(product, k, p["q_panel"], rows, vectors, run)
+    return [_stored_scores(k, s, j, v, [row[i].get() for row in total]) for i, v in enumerate(vectors)]
+
+
+def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> list[Value]:
+    """Stores and returns scores of keys j, j + 1, … against one vector of queries; of codes, times their scales."""
+    p = k.p
+    if s.format.is_coded:
+        last = p["n_keys"] - 1
+        x = [each * k.splat(k.load(F32, p["scales"], k.min(j + m, last) * 4), s.lanes) for m, each in enumerate(x)]
+    out = k.at(p["scores"], j * s.row_bytes)
+    for m, each in enumerate(x):
+        k.store(each, out, m * s.row_bytes + s.lane_offset(v))
+    return x
+
+
 def run_fetching(k: Function, s: Shape, j: Value, step: Callable[[Value], None]) -> None:
     """Takes all steps of a register tile. Meanwhile keys from j on are fetched, a row in each of so many parts of the
     sum: a line for every two steps, as more at once would fill the places of misses.
@@ -91,7 +163,22 @@ def run_fetching(k: Function, s: Shape, j: Value, step: Callable[[Value], None])
 
 # --- values
 
-_VALUE = "acc* weights* values* value_row first end steps width alpha* partial* fresh"
+
+def values_from(product: Product, k: Function, values: Value, first: Value, row: Value) -> Value:
+    """Returns where a tile's values lie from key `first` on; `row`: bytes from a unit to the next."""
+    return k.at(values, product.s.count_units(first) * row)
+
+
+def whole_steps(
+    product: Product, k: Function, clear: Value, full: Value, steps: Value, values: Value, width: Value
+) -> tuple[Value, Value]:
+    """Returns from and to which of a tile's steps value_tile() takes them; predicated_tile() takes all others. Every
+    lane sees [clear, full).
+    """
+    return clear, full
+
+
+VALUE = "acc* weights* values* value_row first end steps width alpha* partial* fresh"
 
 
 def value_tile(product: Product, module: Module) -> Any:
@@ -103,7 +190,7 @@ def value_tile(product: Product, module: Module) -> Any:
     repeat the last one into rows that nothing reads.
     """
     s = product.s
-    k = module.function("value_tile", prototype(_VALUE))
+    k = module.function("value_tile", prototype(VALUE))
     p = k.p
 
     def group(column: Value, offsets: Sequence[Value | int]) -> None:
@@ -137,7 +224,7 @@ def predicated_tile(product: Product, module: Module) -> Any:
     seen by the last vector alone.
     """
     s = product.s
-    k = module.function("predicated_tile", prototype(f"{_VALUE} wide"))
+    k = module.function("predicated_tile", prototype(f"{VALUE} wide"))
     p = k.p
     roomy = s.isa.registers >= 32 and s.vectors < 3
     last, rows = p["width"] - 1, s.rows if roomy else max(1, s.rows // 2)

@@ -6,7 +6,8 @@ widened, made units.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..language.functions import like
@@ -32,6 +33,16 @@ class KeyRun(NamedTuple):
     columns: Callable[[list[Value], int], list[Value]]
 
 
+@contextlib.contextmanager
+def summed_together(k: Function, s: Shape, first: Value, end: Value) -> Iterator[tuple[Value, Value]]:
+    """Yields from and to which units [first, end) are summed together: all, where that is one by one."""
+    if s.together == 1:
+        yield first, end
+    else:
+        with k.range(first, end, s.together) as start:
+            yield start, k.min(start + s.together, end)
+
+
 def each_unit(k: Function, count: Value, body: Callable[..., None], *, unrolled: bool) -> None:
     """Calls body(t) of `count` units, one after another."""
     if unrolled:
@@ -41,7 +52,7 @@ def each_unit(k: Function, count: Value, body: Callable[..., None], *, unrolled:
             body(t)
 
 
-_TILE = "tile* places* row column count length units"
+TILE_WORDS = "tile* places* row column count length units"
 
 
 def stage_rows(product: Product, module: Module) -> Any:
@@ -49,33 +60,47 @@ def stage_rows(product: Product, module: Module) -> Any:
 
     Of a cache, rows are of units: of several keys each, where those are multiplied together.
     """
-    s, k = product.s, module.function("stage_rows", prototype(_TILE))
+    s, k = product.s, module.function("stage_rows", prototype(TILE_WORDS))
     p = k.p
     in_units = s.cached and s.elements > 1  # units as they are
     whole = p["length"] // s.lanes * s.lanes if in_units else s.whole_units(p["length"])
     end = whole if s.cached else k.select(p["column"].equals(s.key_bytes), whole, k.i64(0))
     together = s.piece // s.elements if s.cached else s.piece
+    filled = filled_units(k, s)
     with k.range(0, p["count"]) as j:
         source = k.load(PTR, p["places"], j // together * 8)
         source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
         target = k.at(p["tile"], j * p["units"] * s.number_bytes)
         with k.range(0, end, s.lanes) as t:
             k.store(product.load_units(k, source, t, stored=True), target, t * s.number_bytes)
-        with k.range(end, p["units"]) as t:
+        with k.range(end, filled) as t:
             if in_units:
                 k.store(k.load(s.unit, source, t * s.number_bytes), target, t * s.number_bytes)
             else:
                 column = k.i64(s.stored_bytes) if s.cached else p["column"]
                 k.store(product.load_unit(k, source, t, column, p["length"], stored=True), target, t * s.number_bytes)
+        fill_units(k, s, target, filled)
     return k.finish()
+
+
+def filled_units(k: Function, s: Shape) -> Value:
+    """Counts the units of a row that have elements."""
+    return k.p["units"] if s.together == 1 else s.count_units(k.p["length"])
+
+
+def fill_units(k: Function, s: Shape, row: Value, first: Value) -> None:
+    """Stores zeros in the rest of the units that are summed together."""
+    if s.together > 1:
+        with k.range(first, k.p["units"]) as t:
+            k.store(k.const(0, s.unit), row, t * s.number_bytes)
 
 
 def stage_lanes(product: Product, module: Module) -> Any:
     """tile[count, units] from a cache's blocks: unit after unit, of each the BLOCK keys."""
-    s, k = product.s, module.function("stage_lanes", prototype(_TILE))
+    s, k = product.s, module.function("stage_lanes", prototype(TILE_WORDS))
     p, n = k.p, s.lanes
-    row = p["units"] * s.number_bytes
-    whole = p["units"] // n * n
+    row, filled = p["units"] * s.number_bytes, filled_units(k, s)
+    whole = filled // n * n
     stored = BLOCK * s.stored_bytes  # bytes of one unit of a block
     with k.range(0, p["count"], BLOCK) as j:
         block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
@@ -87,17 +112,20 @@ def stage_lanes(product: Product, module: Module) -> Any:
                 ]
                 for m, x in enumerate(k.transpose(lanes)):
                     k.store(x, target, row * m + t * s.number_bytes)
-            with k.range(whole, p["units"]) as t, k.range(0, n) as m:
+            with k.range(whole, filled) as t, k.range(0, n) as m:
                 size = k.i64(s.key_bytes)
                 count = k.i64(s.elements * BLOCK)
                 one = product.load_unit(k, k.at(block, t * stored), m + first, size, count, stored=True)
                 k.store(one, target, row * m + t * s.number_bytes)
+            if s.together > 1:
+                with k.range(0, n) as m:
+                    fill_units(k, s, k.at(target, row * m), filled)
     return k.finish()
 
 
 def split_lanes(module: Module, s: Shape) -> Any:
     """tile[count, units] of f32 from a cache's blocks of bf16 pairs: pair after pair, of each the BLOCK keys."""
-    k = module.function("split_lanes", prototype(_TILE))
+    k = module.function("split_lanes", prototype(TILE_WORDS))
     p, n = k.p, s.lanes
     row = p["units"] * s.number_bytes
     whole = p["units"] // (2 * n) * n  # pairs
@@ -120,7 +148,7 @@ def split_lanes(module: Module, s: Shape) -> Any:
 
 def split_rows(module: Module, s: Shape) -> Any:
     """tile[count, length] of f32 from a cache's rows of bf16 pairs, each of two keys."""
-    k = module.function("split_rows", prototype(_TILE))
+    k = module.function("split_rows", prototype(TILE_WORDS))
     p, row = k.p, k.p["length"] * s.number_bytes
     end = p["length"] // s.lanes * s.lanes
     with k.range(0, p["count"], 2) as j:
@@ -142,7 +170,7 @@ def _side_by_side(k: Function, s: Shape, pairs: Value) -> list[Value]:
 
 def pair_rows(module: Module, s: Shape) -> Any:
     """tile[ceil(count / 2), length] of bf16 pairs from neighbouring rows; after an odd end comes a row of zeros."""
-    k = module.function("pair_rows", prototype(_TILE))
+    k = module.function("pair_rows", prototype(TILE_WORDS))
     p = k.p
     whole = p["length"] // s.lanes * s.lanes
     end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))

@@ -7,11 +7,12 @@ affair; none asks which it is. A new one is a class with these methods and its n
 from __future__ import annotations
 
 from ..memory.shape import Shape
+from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs
 from .fma import Fma
 
-Product = Fma | Bf16Pairs
-CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs}
+Product = Fma | Bf16Pairs | AmxTiles
+CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs, "amx_tiles": AmxTiles}
 
 
 def product_of(s: Shape) -> Product:
