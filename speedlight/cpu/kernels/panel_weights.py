@@ -131,8 +131,15 @@ class _Weights:
                 self._step(whole, 1, how)
 
     def _steps(self, first: Value, end: Value, keys: int, how: _How) -> None:
-        with self.k.range(first, end, keys) as j:
-            self._step(j, keys, how)
+        k = self.k
+        if not self.product.checks_behind:
+            with k.range(first, end, keys) as j:
+                self._step(j, keys, how)
+            return
+        with k.range(first, end, self.s.rows) as start:
+            self.product.keep_awake(k)
+            with k.range(start, k.min(start + self.s.rows, end), keys) as j:
+                self._step(j, keys, how)
 
     def _step(self, j: Value, keys: int, how: _How) -> None:
         """Weighs keys j and j + 1, or one alone."""

@@ -52,7 +52,7 @@ class _Sum:
 class AmxTiles:
     """The product of bf16 on tile registers. Fma says what each method is for."""
 
-    units_per_load = 1
+    units_per_load, checks_behind = 1, True
     exp2_terms, exp2_error, row_weight = Bf16Pairs.exp2_terms, Bf16Pairs.exp2_error, Bf16Pairs.row_weight
     load_units, load_unit, gather_values = Bf16Pairs.load_units, Bf16Pairs.load_unit, Bf16Pairs.gather_values
     key_runs, each_unit, load_keys = Bf16Pairs.key_runs, Bf16Pairs.each_unit, Bf16Pairs.load_keys
@@ -148,15 +148,25 @@ class AmxTiles:
         """Returns the first rows of the blocks that are multiplied at once, of 32: all, or of wide panels half."""
         return [[0, ROWS]] if self.s.vectors < 3 else [[0], [ROWS]]
 
-    def panel_scores(self, k: Function, j: Value, vectors: range, *, whole: bool) -> list[list[Value]]:
+    def keep_awake(self, k: Function) -> None:
+        """Tiles are off after some 1,800 cycles without one, and take 800 to come back."""
+        if self.s.isa.has_tiles:
+            self._registers(k.module).dot(k, 0, 4, 6)
+
+    def panel_scores(self, k: Function, j: Value, vectors: range) -> list[list[Value]]:
+        """Stores the scores of 32 keys; loaded_scores() returns them."""
         s, p, u = self.s, k.p, self._registers(k.module)
         for rows in self._row_blocks():
             keys = [k.at(p["keys"], (j + m) * p["key_row"]) for m in rows]
             self._multiply(k, u, p["units"] // ROWS, keys, p["key_row"], p["q_panel"])
             self._store_sums(k, u, [k.at(p["scores"], (j + m) * s.row_bytes) for m in rows])
-        last = p["n_keys"] - 1
-        keys = [j + m if whole else k.min(j + m, last) for m in range(s.rows)]
-        return [[k.load(s.vector, p["scores"], m * s.row_bytes + s.lane_offset(v)) for m in keys] for v in vectors]
+        return []
+
+    def loaded_scores(self, k: Function, j: Value, end: Value | None) -> list[list[Value]]:
+        """Loads the scores of 32 keys, from key j on, [vector][key]; from `end` on the last one's again."""
+        s, scores = self.s, k.at(k.p["scores"], j * self.s.row_bytes)
+        keys = [k.i64(m) if end is None else k.min(k.i64(m), end - j - 1) for m in range(s.rows)]
+        return [[k.load(s.vector, scores, m * s.row_bytes + s.lane_offset(v)) for m in keys] for v in range(s.vectors)]
 
     def _multiply(self, k: Function, u: Registers, chunks: Value, rows: list[Value], row: Value, panel: Value) -> None:
         """Multiplies blocks of rows, so many bytes apart, by all queries of a panel of units."""
@@ -185,23 +195,34 @@ class AmxTiles:
 
     def value_tile(self, module: Module) -> Any:
         """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], over whole chunks of
-        keys; weights past the last are made zeros. As outer.value_tile, of all steps.
+        keys; weights past the last are made zeros. As outer.value_tile, of all steps. Sums are added after the next
+        block's are on their way, as scores are checked.
         """
         s, u = self.s, self._registers(module)
         k = module.function("value_tile", prototype(VALUE))
-        p, blocks = k.p, self._row_blocks()
-        chunks, sums = (p["steps"] + (ROWS - 1)) // ROWS, k.buffer(F32, len(blocks[0]) * ROWS * s.panel)
+        p, blocks = k.p, self._row_blocks()[0]
+        step = len(blocks) * ROWS
+        chunks, sums = (p["steps"] + (ROWS - 1)) // ROWS, k.buffer(F32, 2 * step * s.panel)
+        last = (p["width"] - 1) // step * step
+
+        def accumulate(column: Value) -> None:
+            half = k.at(sums, (column & step) * s.row_bytes)
+            with k.range(0, step, 2) as m:
+                for i in (0, 1):
+                    found = [k.load(s.vector, half, (m + i) * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+                    self._accumulate(k, column + m + i, found)
+
         with k.range(p["steps"], chunks * ROWS) as t:
             for v in range(s.vectors):
                 k.store(k.const(0, s.ivector), p["weights"], t * s.row_bytes + s.lane_offset(v))
-        with k.range(0, p["width"], len(blocks[0]) * ROWS) as column:
-            rows = [k.at(p["values"], (column + m) * _COLUMN) for m in blocks[0]]
+        with k.range(0, p["width"], step) as column:
+            rows = [k.at(p["values"], (column + m) * _COLUMN) for m in blocks]
             self._multiply(k, u, chunks, rows, k.i64(_COLUMN), p["weights"])
-            self._store_sums(k, u, [k.at(sums, m * s.row_bytes) for m in blocks[0]])
-            with k.range(0, len(rows) * ROWS, 2) as m:
-                for i in (0, 1):
-                    found = [k.load(s.vector, sums, (m + i) * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
-                    self._accumulate(k, column + m + i, found)
+            half = k.at(sums, (column & step) * s.row_bytes)
+            self._store_sums(k, u, [k.at(half, m * s.row_bytes) for m in blocks])
+            with k.when(column > 0):
+                accumulate(column - step)
+        accumulate(last)
         return k.finish()
 
     def _accumulate(self, k: Function, column: Value, sums: list[Value]) -> None:

@@ -31,7 +31,8 @@ class Bf16Pairs:
     panel_scores, value_tile, predicated_tile = outer.panel_scores, outer.value_tile, outer.predicated_tile
     new_sum, values_from, whole_steps = outer.new_sum, outer.values_from, outer.whole_steps
     joint_steps, settle = outer.joint_steps, outer.settle
-    flushed, registers = outer.flushed, outer.registers
+    flushed, registers, keep_awake = outer.flushed, outer.registers, outer.keep_awake
+    checks_behind = False  # scores are in registers when they are checked
     product_tile, into_queries = outer_gradients.product_tile, outer_gradients.into_queries
     into_keys = outer_gradients.into_keys
     units_per_load = 1

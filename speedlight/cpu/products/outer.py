@@ -57,6 +57,10 @@ def flushed(product: Product, module: Module, f: Any) -> Any:
     return f
 
 
+def keep_awake(product: Product, k: Function) -> None:
+    """Keeps units awake that the product needs and what is written here does not."""
+
+
 def registers(product: Product, k: Function) -> contextlib.AbstractContextManager[None]:
     """Prepares registers that the product has beside vectors, for what is written meanwhile."""
     return contextlib.nullcontext()
@@ -114,11 +118,11 @@ def score(
     return total
 
 
-def panel_scores(product: Product, k: Function, j: Value, vectors: range, *, whole: bool) -> list[list[Value]]:
+def panel_scores(product: Product, k: Function, j: Value, vectors: range) -> list[list[Value]]:
     """Stores the scores of `rows` keys, from key j on, against some vectors of a panel; returns them, [vector][key].
 
     It writes a part of score_tile() of kernels/panel_products.py, whose parameters it reads. Keys past the end repeat
-    the last one; whole: none is.
+    the last one.
     """
     s, p = product.s, k.p
     last = p["n_keys"] - 1
