@@ -134,8 +134,9 @@ def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: 
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
     """Returns whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
     elements, together, *_ = PRODUCTS[product]
-    if together > 1:
-        return True, True
+    if together > 1:  # keys are tiles where they lie, if their rows are whole chunks and not far apart
+        apart = strides.is_paged or strides.strided_keys or strides.heads_adjoin
+        return apart or problem.head_dim % (elements * together) != 0, True
     paired = elements > 1
     direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
     keys = strides.is_paged or not direct or strides.strided_keys or problem.head_dim % elements != 0
@@ -154,7 +155,7 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bo
         tile_rows=up(TILE, rows),
         units=units,
         width=width,
-        staged_keys=staged[0] * TILE * units * number,
+        staged_keys=(staged[0] or together > 1) * TILE * units * number,  # a tile that is not whole is copied
         staged_values=staged[1] * ((TILE // elements) * columns * number + (together > 1) * 64),
         quantised=problem.quantised is not None,
     )

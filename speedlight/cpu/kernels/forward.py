@@ -208,6 +208,8 @@ class _Task(PanelWork):
         k_places = self.part("places")
         v_places = k.at(k_places, PLACES * 8)
         stage_k, stage_v = a.stage_k.differs(0), a.stage_v.differs(0)
+        if s.together > 1:  # they are read whole
+            stage_k = stage_k | (count < TILE)
         with k.when(stage_k):
             self.locate(k_places, "k", start, count)
             k.call(self.parts.stage_keys, k_staged, k_places, a.k_row, a.k_column, count, a.head_dim, units)

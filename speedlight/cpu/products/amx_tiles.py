@@ -111,10 +111,12 @@ class AmxTiles:
         most = k.variable(k.const(0, self.halves))
         side_by_side = k.const(1, p["count"].equals(0).type) if s.cached else p["column"].equals(s.storage_bytes)
         whole = k.select(side_by_side & (p["length"] >= n), p["length"], k.i64(0))
-        with k.range(0, pairs, ROWS) as first:
+
+        def chunk(first: Value, inside: bool) -> None:
+            """Stages a chunk of keys, all of which there are if it is `inside`."""
             with k.range(0, whole, n) as c:
                 column = k.min(c, whole - n)
-                rows = [self._pair(k, first + t, pairs, column, n) for t in range(ROWS)]
+                rows = [self._pair(k, first + t, None if inside else pairs, column, n) for t in range(ROWS)]
                 for x in rows:
                     most.set(k.max(x.bits(self.halves) & _INFINITE, most.get()))
                 for i, x in enumerate(k.transpose(rows)):
@@ -125,23 +127,29 @@ class AmxTiles:
                 k.store(x, p["tile"], c * _COLUMN + t * 4)
             with k.range(p["length"], width) as c:
                 k.store(k.const(0, s.ivector), p["tile"], c * _COLUMN + first * 4)
+
+        inside = (p["count"] if s.cached else p["count"] // 2) // ROWS * ROWS
+        with k.range(0, inside, ROWS) as first:
+            chunk(first, True)
+        with k.range(inside, pairs, ROWS) as first:
+            chunk(first, False)
         k.store(k.zext(k.all(most.get() < _INFINITE), I64), p["tile"], width * _COLUMN)
         return k.finish()
 
-    def _pair(self, k: Function, t: Value, pairs: Value, column: Value, lanes: int) -> Value:
-        """Loads the values of pair t of keys, at so many columns, or at one (0); zeros past the last key."""
+    def _pair(self, k: Function, t: Value, pairs: Value | None, column: Value, lanes: int) -> Value:
+        """Loads the values of pair t of keys, at so many columns, or at one (0); zeros past the last of `pairs`."""
         s, p = self.s, k.p
         words = vec(I32, lanes) if lanes else I32
         if s.cached:
             size = s.piece // s.elements
-            at = k.min(t, pairs - 1)
+            at = t if pairs is None else k.min(t, pairs - 1)
             x = k.load(words, k.load(PTR, p["places"], at // size * 8), at % size * p["row"] + column * 4)
-            return k.select(t < pairs, x, k.const(0, words))
+            return x if pairs is None else k.select(t < pairs, x, k.const(0, words))
         both, kind, step = [], vec(I16, lanes) if lanes else I16, k.i64(2) if lanes else p["column"]
         for key in (t * 2, t * 2 + 1):
-            row = k.load(PTR, p["places"], k.min(key, p["count"] - 1) * 8)
+            row = k.load(PTR, p["places"], (key if pairs is None else k.min(key, p["count"] - 1)) * 8)
             x = k.zext(k.load(kind, row, column * step), words)
-            both.append(k.select(key < p["count"], x, k.const(0, words)))
+            both.append(x if pairs is None else k.select(key < p["count"], x, k.const(0, words)))
         return both[0] | (both[1] << 16)
 
     def _row_blocks(self) -> list[list[int]]:
