@@ -112,7 +112,7 @@ def _turned_tensor(x: Any, known: _Known) -> Any:
 
 
 @standard
-def _turned_by_numpy(x: np.ndarray, known: _Known) -> np.ndarray:
+def _turned_by_numpy(x: np.ndarray, known: _Known) -> Any:
     """The same, silently, in place."""
     half = known.rotation.dims // 2
     with np.errstate(all="ignore"):

@@ -36,6 +36,11 @@ class Isa:
         return f"{self.arch}-unknown-linux-gnu"
 
     @property
+    def is_native(self) -> bool:
+        """Has the instructions of its products, and does not compute their bits by others."""
+        return self.has_tiles or not any([PRODUCTS[product].dot == "tiles" for _, product in self.products])
+
+    @property
     def has_tiles(self) -> bool:
         """Has tile registers, which a process must ask the system for."""
         return "amx_tile" in self.needs
@@ -44,6 +49,10 @@ class Isa:
         """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each."""
         name = dict(self.products).get(storage, "fma")
         return PRODUCTS[name].gradients or name if gradients else name
+
+    def dot(self, dtype: object, *, gradients: bool = False) -> bool | str:
+        """Returns the class of bits of arrays of this dtype, as reference.error_bound() takes it."""
+        return "bfloat16" in str(dtype) and PRODUCTS[self.product("bf16", gradients=gradients)].dot
 
     def lanes(self, storage: str) -> int:
         """Counts scores or sums in a vector."""
@@ -67,25 +76,27 @@ class Steps(NamedTuple):
     together: int = 1  # units that are summed by themselves, from zero, before they join the sum
     rows: int = 0  # keys, or columns of values, that are multiplied at once; 0: as many as a register tile has
     gradients: str = ""  # the product of gradients, where it is another
+    dot: bool | str = False  # its class of bits, as reference.error_bound() takes it
 
 
 # by name; host/tunings.py has a field of the same name
-PRODUCTS = {"fma": Steps(1), "pairs": Steps(2), "amx_tiles": Steps(2, 16, 32, "fma")}
+PRODUCTS = {"fma": Steps(1), "pairs": Steps(2, dot=True), "amx_tiles": Steps(2, 16, 32, "fma", "tiles")}
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
 _BF16, _TILES = (("bf16", "pairs"),), (("bf16", "amx_tiles"),)
-_AMX = "+avx512bf16,+amx-tile,+amx-bf16,-prefer-256-bit"
+_AMX = "+amx-tile,+amx-bf16,+avx512bf16,-prefer-256-bit"
+_HAS_AMX = (*_AVX512, "avx512bf16", "amx_tile", "amx_bf16")
 # best first:
-#    name          arch       bytes regs  LLVM's cpu   LLVM's features                what the host must have  products
+#    name          arch       bytes regs  LLVM's cpu   LLVM's features                what the host must have   products
 ISAS = (
+    Isa("amx",        "x86_64",  64, 32, "x86-64-v4", _AMX,                          _HAS_AMX,                 _TILES),
     Isa("avx512bf16", "x86_64",  64, 32, "x86-64-v4", "+avx512bf16,-prefer-256-bit", (*_AVX512, "avx512bf16"), _BF16),
     Isa("avx512",     "x86_64",  64, 32, "x86-64-v4", "-prefer-256-bit",             _AVX512),
     Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            ("avx2", "fma", "f16c")),
     Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ("neon",)),
-    # tiles, and what computes the same without such registers
-    Isa("amx", "x86_64", 64, 32, "x86-64-v4", _AMX, (*_AVX512, "avx512bf16", "amx_tile", "amx_bf16"), _TILES, True),
-    Isa("amx-software", "x86_64", 64, 32, "x86-64-v4", "-prefer-256-bit", _AVX512, _TILES, True),
+    # the bits of "amx" on any AVX-512, slowly
+    Isa("amx-software", "x86_64", 64, 32, "x86-64-v4", "-prefer-256-bit",            _AVX512, _TILES, asked=True),
 )  # fmt: skip
 # LLVM's names of what Arm's CPUs have, where Linux ("Features") and macOS (hw.optional.arm.FEAT_…) have others
 _ARM_LINUX = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asimdfhm": "fp16fml", "atomics": "lse",
@@ -93,9 +104,9 @@ _ARM_LINUX = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asi
 _ARM_MACOS = {"AdvSIMD": "neon", "DotProd": "dotprod", "FP16": "fullfp16", "FHM": "fp16fml", "BF16": "bf16",
               "I8MM": "i8mm", "LSE": "lse", "SME": "sme", "SME2": "sme2"}  # fmt: skip
 
-# What a family of CPUs takes, where that is not the best that it has: Intel's multiply pairs of bfloat16 at half the
-# rate of float32 or less (154 against 369 GFLOP/s on two cores of a Xeon, model 207).
-UNITS = {"intel512": "avx512"}
+# What a family of CPUs takes, the first that it has, where that is not the best: Intel's multiply pairs of bfloat16 at
+# half the rate of float32 or less (154 against 369 GFLOP/s on two cores of a Xeon, model 207), tiles at eight times it.
+UNITS = {"intel512": ("amx", "avx512")}
 
 
 def isa_named(name: str) -> Isa:
@@ -170,14 +181,13 @@ def current_isa() -> Isa:
 @functools.cache
 def _chosen_isa(wanted: str) -> Isa:
     if not wanted:
-        own = [i for i in host_isas() if i.name == UNITS.get(cpu_family())]
+        wants = UNITS.get(cpu_family(), ())
+        own = [i for i in host_isas() if i.name in wants]
         return (own or host_isas())[0]
     isa = isa_named(wanted)
     if isa not in runnable_isas():
         have = ", ".join(i.name for i in runnable_isas())
         raise UnsupportedError(f"SPEEDLIGHT_ISA: this machine cannot run {wanted!r}; it has {have}.")
-    if isa.has_tiles:
-        permit_tiles()
     return isa
 
 
@@ -198,8 +208,8 @@ def permit_tiles() -> None:
     if call(ctypes.c_long(arch_prctl), ctypes.c_long(request), ctypes.c_long(tile_data)):
         why = _REFUSALS.get(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         raise UnsupportedError(
-            f"SPEEDLIGHT_ISA: expected a process that may use AMX's tile registers; Linux refuses them ({why}). "
-            'Set SPEEDLIGHT_ISA="avx512": bfloat16 then has other bits and takes several times as long.'
+            f"SPEEDLIGHT_ISA: expected a process that may use AMX's tile registers; Linux refuses them: {why}. "
+            "Set SPEEDLIGHT_ISA=avx512: bfloat16 then has other last bits, and takes two to four times as long."
         )
 
 

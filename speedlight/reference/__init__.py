@@ -145,7 +145,7 @@ def backward_bound(
     d_lse: Any = None,
     *,
     grads: Any = (),
-    dot: bool = False,
+    dot: bool | str = False,
     **options: Unpack[AllOptions],
 ) -> Any:
     """Bounds how far gradients may be from `backward`, element by element: by the roundings of these very numbers,
@@ -199,7 +199,7 @@ def error_bound(
     v: Any,
     *,
     proven: bool = False,
-    dot: bool = False,
+    dot: bool | str = False,
     int8: bool = False,
     tile: int | None = None,
     **options: Unpack[AllOptions],
@@ -210,7 +210,7 @@ def error_bound(
         q, k, v, **options: as for `attention`.
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
             Default: what roundings of these very numbers come to at most, to first order: several times less.
-        dot: bfloat16 by the dot instruction, where k and v are of q's dtype.
+        dot: bfloat16 by the dot instruction, where k and v are of q's dtype; "tiles": by tiles (AMX).
         int8: k and v are codes · scales of a cache of codes (int8, float8_e4m3fn), as its keys() and values() give
             them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
@@ -223,13 +223,13 @@ def error_bound(
     >>> bool((sl.reference.error_bound(x, x, x).out < 1e-5).all())
     True
     """
-    for name, x in (("proven", proven), ("dot", dot), ("int8", int8)):
+    for name, x in (("proven", proven), ("dot", dot != "tiles" and dot), ("int8", int8)):
         check_flag(name, x)
     tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
     case = _case(error_bound, q, k, v, options)
-    dot, precision = dot and not case.problem.widened, options.get("precision", "ieee")
+    dot, precision = False if case.problem.widened else dot, options.get("precision", "ieee")
     arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):

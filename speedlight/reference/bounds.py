@@ -21,6 +21,8 @@ LARGEST = {
     "bfloat16": 2.0**128 - 2.0**120,
 }
 
+CHUNK = 32  # elements, or keys, that tiles sum by themselves
+
 # of float32 products on tensor cores: of S for the scores, and of M for the sum of values
 _COARSE = {"ieee": 0.0, "tf32x3": 2.0**-19, "tf32": 2.0**-9}
 
@@ -38,7 +40,7 @@ class Arithmetic:
 
     problem: Problem
     proven: bool = False  # the worst for any values, else to first order for these
-    dot: bool = False  # bfloat16 by the dot instruction
+    dot: bool | str = False  # bfloat16 by the dot instruction; "tiles": by tiles
     int8: bool = False  # keys and values are codes · scales, of whatever codes
     tile: int | None = None  # keys of a GPU's blocks
     precision: str = "ieee"  # of float32 products there
@@ -76,6 +78,11 @@ class Arithmetic:
     def tiny(self) -> float:
         """The error of an operation whose result is subnormal."""
         return self.normal if self.dot else TINY["float64" if self.wide else "float32"]
+
+    @property
+    def tiles(self) -> bool:
+        """Sums of bfloat16 are made of sums over CHUNK elements."""
+        return self.dot == "tiles"
 
     @property
     def deepest(self) -> float:
@@ -160,10 +167,12 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     out, square = (x.weight * x.factors) @ v, (x.weight * x.factors * x.factors) @ (v * v)
     deviation = np.sqrt(np.maximum(square - out * out, 2.0**-50 * square))
     rms = np.sqrt((x.weight * shared * shared).sum(axis=1, keepdims=True))
-    chain = x.weight * _chain_steps(x.visible, len(head.k))
+    chain = chain_of_values = x.weight * _chain_steps(x.visible, len(head.k))
+    if a.tiles:
+        chain_of_values = x.weight * _tile_steps(x.visible, len(head.k))
     steps = chain.sum(axis=1, keepdims=True)
     sums = _merging(a, x)
-    moved = (rms + a.u_weights) * deviation + a.u * ((chain * x.factors) @ np.abs(v) + steps * np.abs(out))
+    moved = (rms + a.u_weights) * deviation + a.u * ((chain_of_values * x.factors) @ np.abs(v) + steps * np.abs(out))
     moved = moved * largest + (sums + _dividing(a)) * x.mean
     lse = (x.weight * shared).sum(axis=1, keepdims=True) + a.u_weights + a.u * (steps + 2 * x.logs) + sums
     return 1.01 * moved + a.u_out * (np.abs(out) * largest + moved), 1.01 * lse
@@ -203,6 +212,19 @@ def _chain_steps(visible: np.ndarray, keys: int) -> np.ndarray:
     return np.pad(later, ((0, 0), (0, visible.shape[1] - keys)))
 
 
+def _tile_steps(visible: np.ndarray, keys: int) -> np.ndarray:
+    """[q_len, keys]: how many roundings a key's value times its weight goes through in its tile: in a chain of every
+    second key of its chunk, where two of these join, and where its chunk and later ones join the sum.
+    """
+    chunks = np.zeros((len(visible), -(-keys // TILE) * TILE // CHUNK, CHUNK))
+    chunks.reshape(len(visible), -1)[:, :keys] = visible[:, :keys]
+    both = chunks.reshape(*chunks.shape[:2], CHUNK // 2, 2)
+    later = both[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]
+    joins = chunks.any(axis=2).reshape(len(visible), -1, TILE // CHUNK)[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]
+    steps = (later + 1 + joins.reshape(len(visible), -1, 1, 1)).reshape(len(visible), -1)[:, :keys]
+    return np.pad(steps, ((0, 0), (0, visible.shape[1] - keys)))
+
+
 def _score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """[q_len, k_len]: how far every score may be off, its product with log4 e included."""
     off = product_errors(head, a, products)
@@ -217,13 +239,14 @@ def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray
     p, u, q, k = a.problem, a.u, np.abs(head.q), np.abs(head.k)
     size = q @ k.T * (max(abs(p.scale), a.normal * 2) if p.scale else 0.0)
     if a.proven:
-        d = p.head_dim + p.head_dim % 2 * a.dot
+        d = p.head_dim + p.head_dim % 2 * bool(a.dot)
         off = u * (d + 2 + 2 * a.int8 + (p.score is not None)) * size
     elif a.tile:
         off = (u * 6 + _COARSE[a.precision]) * size + u * p.head_dim / 4 * np.abs(products)
     else:
-        off = u * (partial_sums(head.q, head.k) * abs(p.scale) + (2 + a.dot + 2 * a.int8) * size)
-    off += p.head_dim * a.tiny * abs(p.scale)
+        sums = tile_sums(head.q, head.k) if a.tiles else partial_sums(head.q, head.k)
+        off = u * (sums * abs(p.scale) + (2 + (a.dot is True) + 2 * a.int8) * size)
+    off += (p.head_dim + a.tiles * 2 * -(-p.head_dim // CHUNK)) * a.tiny * abs(p.scale)
     return off + flushed(a, q, k) * abs(p.scale)
 
 
@@ -257,6 +280,22 @@ def partial_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
             np.multiply(rows[:, t, None], column[None], out=product)
             partial += product
             sums += np.abs(partial, out=product)
+    return total
+
+
+def tile_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Σ over all sums of tiles of |partial sum|: of two chains for each chunk of elements, of their sum, of the whole's
+    so far.
+    """
+    total, whole = np.zeros((len(q), len(k))), np.zeros((len(q), len(k)))
+    for first in range(0, q.shape[1], CHUNK):
+        chunk = np.zeros_like(whole)
+        for i in (0, 1):
+            x, y = (z[:, first : first + CHUNK][:, i::2] for z in (q, k))
+            total += partial_sums(x, y)
+            chunk += x @ y.T
+        whole += chunk
+        total += np.abs(chunk) + np.abs(whole)
     return total
 
 

@@ -152,7 +152,7 @@ def _check(
     arrays: list[np.ndarray], options: dict[str, Any], problem: Problem, out: np.ndarray, lse: np.ndarray
 ) -> dict[str, Any]:
     """Compares every element with float64: the largest error, and the largest share of its bound."""
-    dot = current_isa().product("bf16") == "pairs" and out.dtype.name == "bfloat16"
+    dot = current_isa().dot(out.dtype)
     alike, layout = _heads_are_alike(problem), options["layout"]
     wanted, bounds = [], []
     with progress("check in float64", problem.kv_heads if alike else 1) as advance:

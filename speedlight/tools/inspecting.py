@@ -109,7 +109,9 @@ def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
     """Returns roofs of each dtype that has a peak of its own: those that were kept, or measured again."""
     from ..cpu.runtime import roof
 
-    kinds = {"float32": "f32", "float64": "f64"} | ({"bfloat16": "bf16"} if unit.product("bf16") == "pairs" else {})
+    kinds = {"float32": "f32", "float64": "f64"}
+    if roof.kind_of_peak(unit, "bf16") == "bf16":
+        kinds["bfloat16"] = "bf16"
     known = {}
     with progress("measuring", len(kinds)) as advance:
         for name, storage in kinds.items():
@@ -202,7 +204,7 @@ def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
     tile = f"{report['lanes_are']} in lanes; {panels} a tile of keys"
     if report["tile_rows"]:
         tile = f"register tile {report['tile_rows']} x {report['tile_vectors']} vectors; {tile}"
-    product = "pairs of bfloat16" if report["product"] == "pairs" else "multiply-adds"
+    product = {"pairs": "pairs of bfloat16", "amx_tiles": "tiles of bfloat16"}.get(report["product"], "multiply-adds")
     registers = f"{report['registers']} of {unit.registers} vector registers"
     rows = [
         ("kernel", report["kernel"]),

@@ -17,6 +17,7 @@ import numpy as np
 
 import speedlight as sl
 
+from ..arrays.dtypes import DTYPES
 from ..cpu.runtime import roof
 from ..cpu.runtime.tuned import tuning_of
 from ..host import machine
@@ -126,7 +127,7 @@ def wrong(
     rows, kv_heads = min(rows, q.shape[2]), -(-heads * k.shape[1] // q.shape[1])
     few = [_on_host(x) for x in (q[:1, :heads, -rows:], k[:1, :kv_heads], v[:1, :kv_heads])]
     want = sl.reference.attention(*few, **options)
-    bound = sl.reference.error_bound(*few, **(arithmetic or {"dot": is_dot(q)}), **options).out
+    bound = sl.reference.error_bound(*few, **(arithmetic or {"dot": machine.current_isa().dot(q.dtype)}), **options).out
     return _outside([(as_float64(got)[:1, :heads, -rows:], want, bound * slack)])
 
 
@@ -144,14 +145,11 @@ def wrong_gradients(
     checked = []
     for given, start, parts in ((by_rows, last.start, {0: last}), (by_keys, 0, {1: first, 2: first})):
         want = sl.reference.backward(*given, q_start=start, **options)
-        bound = sl.reference.backward_bound(*given, q_start=start, dot=is_dot(q), **options)
+        bound = sl.reference.backward_bound(
+            *given, q_start=start, dot=machine.current_isa().dot(q.dtype, gradients=True), **options
+        )
         checked += [(as_float64(got[n])[:, :1, part], want[n], bound[n] * slack) for n, part in parts.items()]
     return _outside(checked)
-
-
-def is_dot(q: Any) -> bool:
-    """Returns whether the CPU's engine multiplies pairs of bfloat16 here."""
-    return str(q.dtype).endswith("bfloat16") and machine.current_isa().product("bf16") == "pairs"
 
 
 def _on_host(x: Any) -> Any:
@@ -216,7 +214,7 @@ def row_of(problem: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]
     peers = {name: PEERS[name] for name in names}
     others, notes = usable(peers, asked, lambda got: held(got, *arrays, slack=PEER_SLACK, **options))
     isa, threads = machine.current_isa(), sl.get_threads()
-    kind = "f64" if problem.dtype == "float64" else "bf16" if is_dot(arrays[0]) else "f32"
+    kind = roof.kind_of_peak(isa, DTYPES[problem.dtype][0])
     times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))
     peak, flops = statistics.median(times.pop("peak")), plan.flops or 0
     speed = flops / statistics.median(times["speedlight"])

@@ -217,8 +217,8 @@ def cached_step(dtype: str, n: int, heads: int = _HEADS) -> Case:
 def trials_of(isa: Isa) -> list[Trial]:
     """Returns the trials that matter to a vector unit."""
     trials = [*_blocks("float32", "fma")]
-    if isa.product("bf16") == "pairs":
-        trials += _blocks("bfloat16", "pairs")
+    if (product := isa.product("bf16")) != "fma":
+        trials += _blocks("bfloat16", product)
     own, heads = lambda: own_step("float32", 16384), (1, 2, 3, 4, 6, 8)
     adjoining = lambda: own_step("float32", 8192, "blhd")  # noqa: E731
     rows = _field("fetching", "rows", {"nothing": 0, "16 rows": 16, "32 rows": 32, "64 rows": 64})
@@ -253,7 +253,7 @@ def _blocks(dtype: str, part: str) -> Iterator[Trial]:
 def _worths(tuning: Tuning, part: str) -> dict[str, Parts]:
     """Returns what panels of one, two and three vectors are worth to any family, with four and eight of them."""
     now, found = getattr(tuning, part), {}
-    for worth in dict.fromkeys(x.worth for t in TUNINGS.values() for x in (t.fma, t.pairs)):
+    for worth in dict.fromkeys(x.worth for t in TUNINGS.values() for x in (t.fma, t.pairs, t.amx_tiles)):
         best = sorted((1, 2, 3), key=lambda n: -worth[n - 1])
         for panels in (4, 8):
             if (worth, panels) != (now.worth, now.panels):

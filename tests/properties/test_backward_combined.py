@@ -41,7 +41,7 @@ class Gradients(Call):
         finally:
             sl.set_threads(None)
         want = reference.backward(*arrays, *given, **options)
-        dot = current_isa().product("bf16") == "pairs" and self.p.form.dtype == "bfloat16"
+        dot = current_isa().dot(self.p.form.dtype, gradients=True)
         bounds = reference.backward_bound(*arrays, *given, dot=dot, **options)
         for name, g, w, bound, again in zip(bounds._fields, got, want, bounds, hiding, strict=True):
             assert bits(g) == bits(again), f"{name}: NaN and infinities that are hidden matter"

@@ -21,7 +21,7 @@ from tolerance import assert_within
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.host.machine import current_isa, host_isas
+from speedlight.host.machine import current_isa, runnable_isas
 
 Random = np.random.Generator
 Size = tuple[int, int]  # length, dim
@@ -87,7 +87,7 @@ def shares(arrays: Arrays, options: dict[str, Any], codes: str | None = None) ->
     """How much of the bound of out and of lse is used, and of the proven bounds. All within, or it raises."""
     arrays, (out, lse) = computed(arrays, options, codes)
     want, want_lse = reference.attention(*arrays, return_lse=True, **options)
-    dot = current_isa().product("bf16") == "pairs" and out.dtype.name == "bfloat16" and codes is None
+    dot = codes is None and current_isa().dot(out.dtype)
     found = []
     for proven in (False, True):
         bounds = reference.error_bound(*arrays, dot=dot, int8=codes is not None, proven=proven, **options)
@@ -223,16 +223,16 @@ def _sound(q, k, v):
 def main(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     worst: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
-    units = [x.name for x in host_isas()]
+    units = [x.name for x in runnable_isas()]
     for _ in range(count):
         kind = str(rng.choice([*DTYPES, *CODES]))
-        os.environ["SPEEDLIGHT_ISA"] = str(rng.choice(units))
+        os.environ["SPEEDLIGHT_ISA"] = unit = str(rng.choice(units))
         try:
             name, found = one_problem(rng, kind)
         except AssertionError as error:
             print("OUTSIDE:", error, flush=True)
             continue
-        label = f"{kind} dot" if current_isa().product("bf16") == "pairs" and kind == "bfloat16" else kind
+        label = f"{kind} {unit}" if kind == "bfloat16" else kind
         for row in (label, f"{label}: {name}"):
             worst[row] = np.maximum(worst[row], found)
     for row, x in sorted(worst.items(), key=lambda y: (":" in y[0], -y[1].max()))[:60]:

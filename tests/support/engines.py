@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 from problems import DTYPES
 from tolerance import assert_within
 
@@ -16,7 +15,7 @@ from speedlight import reference
 from speedlight.calls import backward, dense
 from speedlight.cpu.engine import schedule
 from speedlight.cpu.runtime.tuned import changed
-from speedlight.host.machine import current_isa
+from speedlight.host.machine import PRODUCTS, current_isa
 from speedlight.host.tunings import Tuning
 
 
@@ -41,7 +40,7 @@ def tuned(**parts: dict[str, Any]) -> Iterator[None]:
 def one_vector(vectors: int) -> dict[str, dict[str, Any]]:
     """Of a tuning: panels of so many vectors of queries."""
     worth = tuple(1.0 if n == vectors else 1e-9 for n in (1, 2, 3))
-    return {product: {"worth": worth, "panels": 8, "task_flops": 800_000_000} for product in ("fma", "pairs")}
+    return {product: {"worth": worth, "panels": 8, "task_flops": 800_000_000} for product in PRODUCTS}
 
 
 @contextlib.contextmanager
@@ -59,8 +58,7 @@ def cpu_blocks(*, as_many: bool = False) -> Iterator[None]:
 
 def cpu_bound(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Of the vector unit in use."""
-    dot = current_isa().product("bf16") == "pairs" and np.dtype(q.dtype).name == "bfloat16"
-    return reference.error_bound(q, k, v, dot=dot, **options)
+    return reference.error_bound(q, k, v, dot=current_isa().dot(q.dtype), **options)
 
 
 class Engine(NamedTuple):

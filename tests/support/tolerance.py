@@ -57,7 +57,7 @@ def assert_accurate(q: Any, k: Any, v: Any, *, zeros_allowed: bool = False, **op
     out, lse = sl.attention(q, k, v, return_lse=True, **options)
     assert out.dtype == q.dtype
     want, want_lse = reference.attention(q, k, v, return_lse=True, **options)
-    dot = current_isa().product("bf16") == "pairs" and "bfloat16" in str(q.dtype)
+    dot = current_isa().dot(q.dtype)
     bounds = reference.error_bound(q, k, v, dot=dot, **options)
     assert_within(out, want, bounds.out, "out", zeros_allowed=zeros_allowed)
     assert_within(lse, want_lse, bounds.lse, "lse", zeros_allowed=True)
@@ -72,7 +72,7 @@ def assert_gradients(
     """
     got = flat(sl.attention_backward(*arrays, *flow, grads=grads, **options))
     want = flat(reference.backward(*arrays, *flow, grads=grads, **options))
-    dot = current_isa().product("bf16") == "pairs" and "bfloat16" in str(arrays[0].dtype)
+    dot = current_isa().dot(arrays[0].dtype, gradients=True)
     bounds = flat(reference.backward_bound(*arrays, *flow, grads=grads, dot=dot, **options))
     kind, logs = type(arrays[0]), flow[1].dtype  # further gradients have what log-sum-exps have
     for name, g, w, bound in zip(("dq", "dk", "dv", *map(str, grads)), got, want, bounds, strict=True):

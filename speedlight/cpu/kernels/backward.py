@@ -20,7 +20,7 @@ from ..language.vector import I1, I64, Function, Module, Value, Variable
 from ..memory.records import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, SUMS, GradientItem, apart, together
 from ..memory.shape import Shape
 from ..memory.words import Words
-from ..products.product import product_of
+from ..products.product import outer_product_of
 from .gradient_blocks import PairParts, PairWork
 from .gradient_rows import add_partial, clear, load_panel, store_panel
 from .panels import Panel, Tile
@@ -33,7 +33,7 @@ class _Parts(PairParts):
 
     def __init__(self, s: Shape) -> None:
         super().__init__(s, "backward")
-        m, product = self.module, product_of(s)
+        m, product = self.module, outer_product_of(s)
         self.clear, self.add = clear(m, s), add_partial(m, s)
         self.into_queries = [product.into_queries(m, predicated=x) for x in (False, True)]
         self.into_keys = {n: product.into_keys(m, rows, n) for rows, n in s.tiles.gradients}

@@ -10,13 +10,13 @@ from ..language import conversions
 from ..language.prototypes import prototype
 from ..language.vector import I16, I32, Function, Module, Value, vec
 from ..memory.shape import Shape
-from ..products.product import product_of
+from ..products.product import outer_product_of
 
 
 def stage_rows(module: Module, s: Shape) -> Any:
     """target[i, padded]: units of rows [first, end) of any stride and narrower type; zeros past `length` elements."""
     k = module.function("stage_rows", prototype("target* source* target_row row column first end length padded"))
-    p, product = k.p, product_of(s)
+    p, product = k.p, outer_product_of(s)
     whole = k.select(p["column"].equals(s.storage_bytes), s.whole_units(p["length"]), k.i64(0))
     units = s.count_units(p["length"])
     with k.range(p["first"], p["end"]) as i:
@@ -35,7 +35,7 @@ def stage_across(module: Module, s: Shape) -> Any:
     past `length`. The row of a panel's first lane, or a tile's first key, begins a unit.
     """
     k = module.function("stage_across", prototype("target* source* target_row row column first end length padded"))
-    p, last, product = k.p, k.p["end"] - 1, product_of(s)
+    p, last, product = k.p, k.p["end"] - 1, outer_product_of(s)
     whole = k.select(p["column"].equals(s.storage_bytes), p["length"] // s.lanes * s.lanes, k.i64(0))
     with k.range(s.unit_of(p["first"]), s.count_units(p["end"])) as unit:
         target, keep, sources = k.at(p["target"], unit * p["target_row"]), k.i64(0), []

@@ -22,7 +22,7 @@ from ...problem.problem import FAR_LSE
 from ..language.prototypes import prototype
 from ..language.vector import I64, Function, Module, Value
 from ..memory.shape import Shape
-from ..products.product import product_of
+from ..products.product import outer_product_of
 from .panel_weights import limit_of, sees
 from .softmax import LOG4_E, exp4, lowest_exponent
 
@@ -30,7 +30,7 @@ from .softmax import LOG4_E, exp4, lowest_exponent
 def dot_of_panels(module: Module, s: Shape) -> Any:
     """delta[lane] = Σ a · b over the units of two panels, ascending from +0, less what is there already."""
     k = module.function("dot_of_panels", prototype("delta* a* b* units"))
-    p, product = k.p, product_of(s)
+    p, product = k.p, outer_product_of(s)
     for v in range(s.vectors):
         total = k.variable(k.const(0.0, s.vector))
         with k.range(0, p["units"]) as t:
@@ -136,7 +136,7 @@ def store_units(k: Function, s: Shape, j: Value, ps: list[Value], d_scores: list
     """Stores P and dS of one unit of keys from key j on, [key][vector], once more in units. A missing key is a hidden
     one.
     """
-    p, n, product = k.p, s.vectors, product_of(s)
+    p, n, product = k.p, s.vectors, outer_product_of(s)
     for i in range(len(ps)):
         row = (j + i // n) * (s.row_bytes // s.elements) + s.lane_offset(i % n) // s.elements
         k.store(product.round_elements(k, ps[i]), p["p_units"], row)

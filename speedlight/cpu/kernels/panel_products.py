@@ -19,7 +19,7 @@ from ...problem.problem import TILE
 from ..language.prototypes import prototype
 from ..language.vector import PTR, Function, Module, Value
 from ..memory.shape import Shape
-from ..products.product import Product, product_of
+from ..products.product import product_of
 from .prefetch import fetch_next
 
 _SCORE = "scores* q_panel* keys* key_row n_keys units check* ahead* a* follows prefetch* wide"
@@ -37,50 +37,22 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     there, which softmax_tile hides.
     """
     k = module.function("score_tile", prototype(_SCORE + " scales*" * s.format.is_coded))
-    p, product = k.p, product_of(s)
+    product = product_of(s)
     checks = _Checks(k, s) if s.program is None or s.program.score is None else None
+
+    def fetch(j: Value) -> None:
+        _fetch_rows(k, s, lines, j)
+        fetch_next(k)
 
     def check(vectors: range, found: list[list[Value]]) -> None:
         if checks is not None:
             for v, scores in zip(vectors, found, strict=True):
                 checks.add(v, scores)
 
-    def group(j: Value, vectors: range) -> list[list[Value]]:
-        """Scores a group of keys from j on, for some of the panel's vectors."""
-        _fetch_rows(k, s, lines, j)
-        fetch_next(k)
-        return product.panel_scores(k, j, vectors)
-
-    every = range(s.vectors)
-    if product.checks_behind:
-        _score_and_check_behind(k, product, group, lambda j, end: check(every, product.loaded_scores(k, j, end)))
-    else:
-        wide = k.min((p["wide"] + (s.rows - 1)) // s.rows * s.rows, p["n_keys"]) if s.has_narrow_tail else p["n_keys"]
-        with k.range(0, wide, s.rows) as j:
-            check(every, group(j, every))
-        if s.has_narrow_tail:
-            last = range(s.vectors - 1, s.vectors)
-            with k.range(wide, p["n_keys"], s.rows) as j:
-                check(last, group(j, last))
+    product.score_groups(k, fetch, check)
     if checks is not None:
         checks.store()
     return k.finish()
-
-
-def _score_and_check_behind(
-    k: Function, product: Product, group: Any, check: Callable[[Value, Value | None], None]
-) -> None:
-    """Checks a group's scores after the next one's are on their way: what stores them does not forward to loads."""
-    rows, n_keys = product.s.rows, k.p["n_keys"]
-    whole = n_keys // rows * rows
-    with k.range(0, n_keys, rows) as j:
-        group(j, range(product.s.vectors))
-        with k.when(j > 0):
-            check(j - rows, None)
-    with k.when(whole.equals(n_keys)):
-        check(whole - rows, None)
-    with k.when(whole < n_keys):
-        check(whole, n_keys)
 
 
 class _Checks:

@@ -132,7 +132,7 @@ class _Weights:
 
     def _steps(self, first: Value, end: Value, keys: int, how: _How) -> None:
         k = self.k
-        if not self.product.checks_behind:
+        if not self.product.sleeps:
             with k.range(first, end, keys) as j:
                 self._step(j, keys, how)
             return

@@ -3,23 +3,24 @@
 A lane is a query. Rows of keys are tiles as they are staged; a panel's queries, and weights, are pairs as Bf16Pairs has
 them; values are staged as columns, and as many zeros as make their number, and that of keys, whole blocks:
 
-    S[key, query] = K Qᵀ        C [16 keys, 16 queries] += A [16 keys, 16 pairs of head_dim] · B [16 pairs, 16 queries]
-    A[column, query] = Vᵀ P     C [16 columns, 16 queries] += A [16 columns, 16 pairs of keys] · B [16 pairs, 16 queries]
+    S[key, query] = K Qᵀ      C [16 keys, 16 queries] += A [16 keys, 16 pairs of head_dim] · B [16 pairs, 16 queries]
+    A[column, query] = Vᵀ P   C [16 columns, 16 queries] += A [16 columns, 16 pairs of keys] · B [16 pairs, 16 queries]
 
 A hidden key weighs ±0, and 0 · v is 0 where v is finite. Of a tile with other values chains skip it lane by lane.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...problem.problem import TILE
 from ..language import conversions
 from ..language.prototypes import prototype
-from ..language.vector import F32, I16, I32, I64, PTR, Function, Module, Value, vec
+from ..language.vector import F32, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.shape import Shape
 from .bf16_pairs import Bf16Pairs
-from .outer import VALUE
+from .outer import VALUE, Check, Fetch
 from .packing import TILE_WORDS, split_pairs, stage_lanes, stage_rows
 from .tile_registers import ROWS, Amx, Registers, Software, flushed, multiply
 
@@ -52,7 +53,8 @@ class _Sum:
 class AmxTiles:
     """The product of bf16 on tile registers. Fma says what each method is for."""
 
-    units_per_load, checks_behind = 1, True
+    units_per_load, sleeps = 1, True
+    flops_of_step = 2 * ROWS * ROWS * _CHUNK
     exp2_terms, exp2_error, row_weight = Bf16Pairs.exp2_terms, Bf16Pairs.exp2_error, Bf16Pairs.row_weight
     load_units, load_unit, gather_values = Bf16Pairs.load_units, Bf16Pairs.load_unit, Bf16Pairs.gather_values
     key_runs, each_unit, load_keys = Bf16Pairs.key_runs, Bf16Pairs.each_unit, Bf16Pairs.load_keys
@@ -85,7 +87,7 @@ class AmxTiles:
 
     def pack_row(self, k: Function, weights: list[Value]) -> Value:
         if self.s.isa.has_tiles:
-            return Bf16Pairs.pack_row(self, k, weights)
+            return Bf16Pairs(self.s).pack_row(k, weights)
         low, high = (conversions.narrowed(k, "bf16", x) for x in weights)
         return k.shuffle(low, high, range(2 * self.s.lanes))
 
@@ -156,21 +158,39 @@ class AmxTiles:
         """Returns the first rows of the blocks that are multiplied at once, of 32: all, or of wide panels half."""
         return [[0, ROWS]] if self.s.vectors < 3 else [[0], [ROWS]]
 
+    def multiply_often(self, k: Function, a: Value, b: Value, sums: Sequence[Variable]) -> None:
+        for i in range(len(sums)):
+            self._registers(k.module).dot(k, i % 4, 4 + i % 2, 6 + i // 2 % 2)
+
     def keep_awake(self, k: Function) -> None:
         """Tiles are off after some 1,800 cycles without one, and take 800 to come back."""
         if self.s.isa.has_tiles:
             self._registers(k.module).dot(k, 0, 4, 6)
 
-    def panel_scores(self, k: Function, j: Value, vectors: range) -> list[list[Value]]:
-        """Stores the scores of 32 keys; loaded_scores() returns them."""
+    def score_groups(self, k: Function, fetch: Fetch, check: Check) -> None:
+        """Stores the scores of 32 keys at once, and checks those of the group before: what stores tiles does not
+        forward to loads. Keys past the end are anything; checks see the last one again.
+        """
+        s, n_keys = self.s, k.p["n_keys"]
+        whole = n_keys // s.rows * s.rows
+        with k.range(0, n_keys, s.rows) as j:
+            fetch(j)
+            self._score_group(k, j)
+            with k.when(j > 0):
+                check(range(s.vectors), self._loaded_scores(k, j - s.rows, None))
+        with k.when(whole.equals(n_keys)):
+            check(range(s.vectors), self._loaded_scores(k, whole - s.rows, None))
+        with k.when(whole < n_keys):
+            check(range(s.vectors), self._loaded_scores(k, whole, n_keys))
+
+    def _score_group(self, k: Function, j: Value) -> None:
         s, p, u = self.s, k.p, self._registers(k.module)
         for rows in self._row_blocks():
             keys = [k.at(p["keys"], (j + m) * p["key_row"]) for m in rows]
             self._multiply(k, u, p["units"] // ROWS, keys, p["key_row"], p["q_panel"])
             self._store_sums(k, u, [k.at(p["scores"], (j + m) * s.row_bytes) for m in rows])
-        return []
 
-    def loaded_scores(self, k: Function, j: Value, end: Value | None) -> list[list[Value]]:
+    def _loaded_scores(self, k: Function, j: Value, end: Value | None) -> list[list[Value]]:
         """Loads the scores of 32 keys, from key j on, [vector][key]; from `end` on the last one's again."""
         s, scores = self.s, k.at(k.p["scores"], j * self.s.row_bytes)
         keys = [k.i64(m) if end is None else k.min(k.i64(m), end - j - 1) for m in range(s.rows)]

@@ -28,11 +28,12 @@ _HALVES = 0xFFFF, -65536  # the bits of its elements
 class Bf16Pairs:
     """The product of bf16 where the dot instruction is faster than f32. Fma says what each method is for."""
 
-    panel_scores, value_tile, predicated_tile = outer.panel_scores, outer.value_tile, outer.predicated_tile
+    score_groups, value_tile, predicated_tile = outer.score_groups, outer.value_tile, outer.predicated_tile
     new_sum, values_from, whole_steps = outer.new_sum, outer.values_from, outer.whole_steps
     joint_steps, settle = outer.joint_steps, outer.settle
     flushed, registers, keep_awake = outer.flushed, outer.registers, outer.keep_awake
-    checks_behind = False  # scores are in registers when they are checked
+    multiply_often = outer.multiply_often
+    sleeps = False  # keep_awake() is needed
     product_tile, into_queries = outer_gradients.product_tile, outer_gradients.into_queries
     into_keys = outer_gradients.into_keys
     units_per_load = 1
@@ -41,6 +42,7 @@ class Bf16Pairs:
 
     def __init__(self, s: Shape) -> None:
         self.s, self.pairs, self.halves = s, vec(BF16, 2 * s.lanes), vec(I16, 2 * s.lanes)
+        self.flops_of_step = 4 * s.lanes
 
     def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
         """Returns total + a·b over both elements of the units."""

@@ -31,16 +31,18 @@ _EXP2_F64 = (
 class Fma:
     """The product of every vector unit."""
 
-    panel_scores, value_tile, predicated_tile = outer.panel_scores, outer.value_tile, outer.predicated_tile
+    score_groups, value_tile, predicated_tile = outer.score_groups, outer.value_tile, outer.predicated_tile
     new_sum, values_from, whole_steps = outer.new_sum, outer.values_from, outer.whole_steps
     joint_steps, settle = outer.joint_steps, outer.settle
     flushed, registers, keep_awake = outer.flushed, outer.registers, outer.keep_awake
-    checks_behind = False  # scores are in registers when they are checked
+    multiply_often = outer.multiply_often
+    sleeps = False  # keep_awake() is needed
     product_tile, into_queries = outer_gradients.product_tile, outer_gradients.into_queries
     into_keys = outer_gradients.into_keys
 
     def __init__(self, s: Shape) -> None:
         self.s, self.format, self.given = s, s.format, FORMATS[s.storage]
+        self.flops_of_step = 2 * s.lanes
         self.widens_bf16 = self.format.name == "bf16"
         self.splits_bf16_pairs = s.cached and self.format.in_pairs
         self.units_per_load = 2 if self.splits_bf16_pairs else 1  # that lie together in a cache

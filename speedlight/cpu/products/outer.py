@@ -18,7 +18,7 @@ from ..language.vector import F32, Function, Module, Value, Variable
 from ..memory.shape import Shape
 
 if TYPE_CHECKING:
-    from .product import Product
+    from .product import OuterProduct
 
 Sums = list[list[Variable]]  # of a register tile: [row][vector]
 
@@ -26,7 +26,7 @@ Sums = list[list[Variable]]  # of a register tile: [row][vector]
 class Chain:
     """A sum that is one chain of multiply-adds: add() units, join() those that are summed together, one at a time."""
 
-    def __init__(self, product: Product, k: Function, start: Value) -> None:
+    def __init__(self, product: OuterProduct, k: Function, start: Value) -> None:
         self.product, self.k, self.total = product, k, k.variable(start)
 
     def add(self, a: Value, b: Value) -> None:
@@ -38,30 +38,36 @@ class Chain:
         return self.total.get()
 
 
-def new_sum(product: Product, k: Function, start: Value) -> Chain:
+def new_sum(product: OuterProduct, k: Function, start: Value) -> Chain:
     return Chain(product, k, start)
 
 
-def joint_steps(product: Product, k: Function, joint: Value, steps: Value) -> Value:
+def joint_steps(product: OuterProduct, k: Function, joint: Value, steps: Value) -> Value:
     """Returns how many of the first `joint` steps, which all rows see, are summed together, of so many in the tile."""
     return joint
 
 
-def settle(product: Product, k: Function, total: Value, begin: Value) -> Value:
+def settle(product: OuterProduct, k: Function, total: Value, begin: Value) -> Value:
     """Returns a sum of values that began with a zero, `begin`, as the accumulator adds it."""
     return total
 
 
-def flushed(product: Product, module: Module, f: Any) -> Any:
+def flushed(product: OuterProduct, module: Module, f: Any) -> Any:
     """Returns a function that sums products, in the mode that these want."""
     return f
 
 
-def keep_awake(product: Product, k: Function) -> None:
+def multiply_often(product: OuterProduct, k: Function, a: Value, b: Value, sums: Sequence[Variable]) -> None:
+    """Adds a · b to each sum: of `flops_of_step`, as fast as the product can."""
+    for total in sums:
+        total.set(product.multiply_add(k, a, b, total.get()))
+
+
+def keep_awake(product: OuterProduct, k: Function) -> None:
     """Keeps units awake that the product needs and what is written here does not."""
 
 
-def registers(product: Product, k: Function) -> contextlib.AbstractContextManager[None]:
+def registers(product: OuterProduct, k: Function) -> contextlib.AbstractContextManager[None]:
     """Prepares registers that the product has beside vectors, for what is written meanwhile."""
     return contextlib.nullcontext()
 
@@ -82,7 +88,7 @@ def load_panel_row(k: Function, s: Shape, panel: Value, t: Value, vectors: Seque
 
 
 def add_outer(
-    product: Product,
+    product: OuterProduct,
     k: Function,
     total: Sums,
     unit: Callable[[int], Value],
@@ -101,7 +107,12 @@ def add_outer(
 
 
 def score(
-    product: Product, k: Function, panel: Value, rows: list[Value], vectors: Sequence[int], run: Callable[..., None]
+    product: OuterProduct,
+    k: Function,
+    panel: Value,
+    rows: list[Value],
+    vectors: Sequence[int],
+    run: Callable[..., None],
 ) -> Sums:
     """Returns scores of a register tile, [key][vector]: one chain of multiply-adds over the units for each.
 
@@ -118,12 +129,31 @@ def score(
     return total
 
 
-def panel_scores(product: Product, k: Function, j: Value, vectors: range) -> list[list[Value]]:
-    """Stores the scores of `rows` keys, from key j on, against some vectors of a panel; returns them, [vector][key].
+Fetch = Callable[[Value], None]  # what is fetched meanwhile, beside a group of keys from this one on
+Check = Callable[[range, list[list[Value]]], None]  # scores of some vectors, [vector][key]
 
-    It writes a part of score_tile() of kernels/panel_products.py, whose parameters it reads. Keys past the end repeat
-    the last one.
+
+def score_groups(product: OuterProduct, k: Function, fetch: Fetch, check: Check) -> None:
+    """Stores and checks the scores of a tile, of so many keys at once as a register tile has: writes the loops of
+    score_tile() of kernels/panel_products.py, whose parameters it reads. Keys past the end repeat the last one.
     """
+    s, p = product.s, k.p
+    rows, n_keys = s.rows, p["n_keys"]
+
+    def group(j: Value, vectors: range) -> None:
+        fetch(j)
+        check(vectors, _panel_scores(product, k, j, vectors))
+
+    wide = k.min((p["wide"] + (rows - 1)) // rows * rows, n_keys) if s.has_narrow_tail else n_keys
+    with k.range(0, wide, rows) as j:
+        group(j, range(s.vectors))
+    if s.has_narrow_tail:
+        with k.range(wide, n_keys, rows) as j:
+            group(j, range(s.vectors - 1, s.vectors))
+
+
+def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) -> list[list[Value]]:
+    """Stores the scores of a group of keys, from key j on; returns them, [vector][key]."""
     s, p = product.s, k.p
     last = p["n_keys"] - 1
     rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
@@ -168,13 +198,13 @@ def run_fetching(k: Function, s: Shape, j: Value, step: Callable[[Value], None])
 # --- values
 
 
-def values_from(product: Product, k: Function, values: Value, first: Value, row: Value) -> Value:
+def values_from(product: OuterProduct, k: Function, values: Value, first: Value, row: Value) -> Value:
     """Returns where a tile's values lie from key `first` on; `row`: bytes from a unit to the next."""
     return k.at(values, product.s.count_units(first) * row)
 
 
 def whole_steps(
-    product: Product, k: Function, clear: Value, full: Value, steps: Value, values: Value, width: Value
+    product: OuterProduct, k: Function, clear: Value, full: Value, steps: Value, values: Value, width: Value
 ) -> tuple[Value, Value]:
     """Returns from and to which of a tile's steps value_tile() takes them; predicated_tile() takes all others. Every
     lane sees [clear, full).
@@ -185,7 +215,7 @@ def whole_steps(
 VALUE = "acc* weights* values* value_row first end steps width alpha* partial* fresh"
 
 
-def value_tile(product: Product, module: Module) -> Any:
+def value_tile(product: OuterProduct, module: Module) -> Any:
     """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0. Where
     nothing hides, an accumulator that is `fresh` is +0, whatever lies there.
 
@@ -222,7 +252,7 @@ def value_tile(product: Product, module: Module) -> Any:
     return k.finish()
 
 
-def predicated_tile(product: Product, module: Module) -> Any:
+def predicated_tile(product: OuterProduct, module: Module) -> Any:
     """value_tile over steps of which a lane may see none: where its weight is -0 it keeps its sum, whatever the value
     is (0 · NaN is NaN). Conditions take registers too: of the widest panels half as many rows. Steps from `wide` on are
     seen by the last vector alone.

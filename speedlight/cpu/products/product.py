@@ -11,8 +11,16 @@ from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs
 from .fma import Fma
 
-Product = Fma | Bf16Pairs | AmxTiles
+OuterProduct = Fma | Bf16Pairs  # a step of which is an outer product (outer.py)
+Product = OuterProduct | AmxTiles
 CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs, "amx_tiles": AmxTiles}
+
+
+def outer_product_of(s: Shape) -> OuterProduct:
+    """Returns what multiplies in a kernel of gradients, or whose sums are in registers."""
+    product = product_of(s)
+    assert not isinstance(product, AmxTiles)
+    return product
 
 
 def product_of(s: Shape) -> Product:

@@ -25,8 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ArgumentError, CompileError, pass_on, shown
+import numpy as np
+
+from ...errors import ArgumentError, CompileError, UnsupportedError, pass_on, shown
 from ...host.llvm import load, process_triple, undisturbed
+from ...host.machine import cpu_name, permit_tiles
 from ...host.rounding import standard
 
 if TYPE_CHECKING:
@@ -34,9 +37,10 @@ if TYPE_CHECKING:
     from ..kernels.merge import MergeShape
     from ..kernels.replay import ReplayShape
     from ..kernels.thread_pool import ServingShape
+    from ..kernels.tile_test import TileTestShape
     from ..memory.shape import AppendShape, Shape
 
-    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape
+    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape | TileTestShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
@@ -140,6 +144,8 @@ def _module(shape: AnyShape) -> Any:
             from ..kernels.table_gradients import tables_module as module
         case "serving":
             from ..kernels.thread_pool import serving_module as module
+        case "tile_test":
+            from ..kernels.tile_test import tile_test_module as module
         case "replay":
             from ..kernels.replay import replay_module as module
         case _:
@@ -202,7 +208,31 @@ def _optimise(module: Any, builder: Any) -> None:
 
 
 def _make(shape: AnyShape) -> Kernel:
+    if shape.kind == "forward" and shape.isa.has_tiles and getattr(shape, "product", "") == "amx_tiles":
+        begin_tiles(shape.isa)
     return Kernel(symbol_of(shape), *objects_of(shape), does_tickets=shape.kind == "append")
+
+
+@functools.cache
+def begin_tiles(isa: Isa) -> None:
+    """Asks the system for tile registers, and tries them: once in a process, before the first kernel that needs them.
+
+    Raises UnsupportedError if they are refused, or compute other bits than docs/numerics.md says.
+    """
+    from ..kernels.tile_test import TILE_BYTES, TileTestShape
+
+    permit_tiles()
+    memory = np.zeros((5, TILE_BYTES), np.uint8)
+    pairs, sums = memory[:2].view(np.uint16), memory[2].view(np.float32)
+    numbers = np.random.default_rng(0).standard_normal(pairs.shape).astype(np.float32)
+    numbers[:, :8] = [[1e-39], [2.0**-100]]  # a subnormal number; products that are
+    pairs[...], sums[...] = numbers.view(np.uint32) >> 16, numbers[0, : sums.size] * 3
+    _make(TileTestShape(isa)).entry(memory.ctypes.data)
+    if not np.array_equal(memory[3], memory[4]):
+        raise UnsupportedError(
+            "SPEEDLIGHT_ISA: expected tile registers that sum in the order of docs/numerics.md; this CPU's have other "
+            f"bits ({cpu_name()}). Set SPEEDLIGHT_ISA=avx512, and please report this."
+        )
 
 
 def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:

@@ -49,7 +49,7 @@ def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
 
 
 def _emit_peak(module: Module, s: Shape) -> None:
-    k = module.function("peak", {"a": PTR}, public=True)
+    k, product = module.function("peak", {"a": PTR}, public=True), product_of(s)
     a, start = k.p["a"], ARGUMENTS.offset("cell0")
     k.fetch_add(a, 8 * WORKER, 1)  # as every region does: who is interrupted waits for those inside
     sums = [k.variable(k.load(s.vector, a, start + 8 * i)) for i in range(_CHAINS[s.vector_bytes])]
@@ -57,9 +57,8 @@ def _emit_peak(module: Module, s: Shape) -> None:
     with k.forever() as leave_if:
         ticket = k.fetch_add(a, 8 * TICKET, 1)
         leave_if(ticket >= Words(k, ARGUMENTS, a).limit)
-        with k.range(0, _ROUNDS):
-            for total in sums * _UNROLL:
-                total.set(product_of(s).multiply_add(k, x, y, total.get()))
+        with product.registers(k), k.range(0, _ROUNDS):
+            product.multiply_often(k, x, y, sums * _UNROLL)
     for i, total in enumerate(sums):
         k.store(total.get(), a, start + 8 * i)
     _leave(module, k, "peak")
@@ -103,9 +102,14 @@ def peak_flops(isa: Isa, storage: str, threads: int) -> float:
     kernel, _ = _kernels(isa, storage)
     s = Shape("forward", isa, storage, 1)
     tickets = 100 * threads  # some 3 ms, so that waking a thread does not count
-    per_round = _UNROLL * _CHAINS[isa.vector_bytes] * s.lanes * s.elements * 2
+    per_round = _UNROLL * _CHAINS[isa.vector_bytes] * product_of(s).flops_of_step
     best = min([_timed(kernel, tickets, threads) for _ in range(4)])
     return per_round * _ROUNDS * tickets / best
+
+
+def kind_of_peak(isa: Isa, storage: str) -> str:
+    """Returns the storage type whose multiply-adds these numbers are multiplied by; tiles in software are of f32."""
+    return storage if storage == "f64" or (isa.product(storage) != "fma" and isa.is_native) else "f32"
 
 
 def bandwidth(isa: Isa, threads: int, size: int = _READ) -> float:
@@ -145,7 +149,7 @@ def measure(isa: Isa, storage: str, threads: int) -> Roofs:
 
 def bf16_peaks() -> dict[str, float]:
     """Measures one thread's FLOP/s of products of bfloat16 on every unit of this machine, in turn: the best of each."""
-    kinds = {x: "bf16" if x.product("bf16") == "pairs" else "f32" for x in host_isas()}
+    kinds = {x: kind_of_peak(x, "bf16") for x in host_isas()}
     turns = [{x.name: peak_flops(x, kind, 1) for x, kind in kinds.items()} for _ in range(16)]
     return {x.name: max([turn[x.name] for turn in turns]) for x in kinds}
 

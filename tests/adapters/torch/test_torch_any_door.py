@@ -362,7 +362,7 @@ def check(found: Found, arrays: Any, flow: Any, options: dict[str, Any]) -> None
     """By the specification."""
     out, lse, grads = found
     want, want_lse = reference.attention(*arrays, return_lse=True, **options)
-    dot = current_isa().product("bf16") == "pairs" and arrays[0].dtype == torch.bfloat16
+    dot, of_gradients = (current_isa().dot(arrays[0].dtype, gradients=x) for x in (False, True))
     bounds = reference.error_bound(*arrays, dot=dot, **options)
     assert out.dtype == arrays[0].dtype
     assert_within(out, want, bounds.out, "out", zeros_allowed=True)
@@ -377,14 +377,14 @@ def check(found: Found, arrays: Any, flow: Any, options: dict[str, Any]) -> None
     if isinstance(grads, Tangents):  # what flows back along them is what grows
         d_out, d_lse = grads.out.detach().double() * flow[0], grads.lse.detach().double() * flow[1]
         got, want, off = float(d_out.sum() + d_lse[lse > -torch.inf].sum()), 0.0, 0.0
-        bounds = reference.backward_bound(*given, dot=dot, **options)
+        bounds = reference.backward_bound(*given, dot=of_gradients, **options)
         for x, y, bound in zip(reference.backward(*given, **options), grads.given, bounds, strict=True):
             want, off = want + (x * plain(y)).sum(), off + (bound * np.abs(plain(y))).sum()
         ulp = torch.finfo(arrays[0].dtype).eps * float(d_out.abs().sum())
         assert abs(got - want) <= off + ulp, f"tangents: got {got}, expected {want}, bound {off + ulp}"
         return
     for x, y, bound, name in zip(
-        grads, reference.backward(*given, **options), reference.backward_bound(*given, dot=dot, **options),
+        grads, reference.backward(*given, **options), reference.backward_bound(*given, dot=of_gradients, **options),
         ("dq", "dk", "dv"), strict=True,
     ):  # fmt: skip
         assert_within(x, y, bound, name, zeros_allowed=True)

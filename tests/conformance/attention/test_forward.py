@@ -45,7 +45,7 @@ def test_arrays_of_any_finite_score(rng, dtype):
     most = float(np.finfo(np.float64 if dtype == "float64" else np.float32).max)
     number = np.float64 if dtype == "float64" else np.float32
     zeros = np.zeros_like(q)
-    dot = current_isa().product("bf16") == "pairs" and dtype == "bfloat16"
+    dot = current_isa().dot(dtype)
     mean, bound = sl.reference.attention(zeros, k, v), sl.reference.error_bound(zeros, k, v, dot=dot).out
     whole, half = (np.full((40, 40), x, number) for x in (-most, -most / 2))
     assert_within(sl.attention(q, k, v, score=whole), mean, bound)
@@ -174,7 +174,7 @@ def test_every_vector_unit_has_the_same_bits(one_width, rng, dtype, options, mon
     q, k, v = qkv(rng, dtype, 1, 4, 1, 130, 400 if "mask" in options else 1200, 36, 40, 2.0)
     seen = set()
     for level in host_isas() if dtype == "bfloat16" else differing_units():
-        if dtype != "bfloat16" or level.product("bf16") != "pairs":
+        if not level.dot(dtype):
             monkeypatch.setenv("SPEEDLIGHT_ISA", level.name)
             out, lse = sl.attention(q, k, v, return_lse=True, **options)
             seen.add((out.tobytes(), lse.tobytes()))

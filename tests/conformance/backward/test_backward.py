@@ -150,7 +150,7 @@ def test_shards_add_up(rng, dtype):
     for n in (1, 2):
         assert np.concatenate([x[n] for x in parts], axis=2).tobytes() == whole[n].tobytes()
     total, want = sum(x[0].astype(np.float64) for x in parts), reference.backward(q, k, v, *flow, **options)[0]
-    dot = current_isa().product("bf16") == "pairs" and dtype == "bfloat16"
+    dot = current_isa().dot(dtype, gradients=True)
     bounds = [
         reference.backward_bound(q, k[:, :, at], v[:, :, at], *flow, k_start=start, dot=dot, **options).dq
         for start, at in halves
@@ -349,7 +349,7 @@ def test_every_vector_unit_has_the_same_bits(rng, dtype, monkeypatch):
     arrays, flow, options = several(rng, dtype)
     seen = set()
     for unit in host_isas() if dtype == "bfloat16" else differing_units():
-        if dtype != "bfloat16" or unit.product("bf16") != "pairs":
+        if not unit.dot(dtype, gradients=True):
             monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
             seen.add(b"".join(x.tobytes() for x in sl.attention_backward(*arrays, *flow, **options)))
     assert len(seen) == 1
