@@ -191,7 +191,7 @@ def cells_of_gain(report: dict[str, Any], name: str) -> str:
 PROGRAMS = (
     "Llama, 8 layers, 8/2 heads of 128, prefill 4096, float32", "Llama, greedy, 64 tokens after",
     "Llama, left-padded, 4 x 64 tokens after", "Mistral", "T5, 64", "whisper", "Gemma-2", "BERT", "sentence", "ViT, 8",
-    "UNet", "T5, a step", "Swin", "nanoGPT", "JAX",
+    "UNet", "T5, a step", "Swin", "nanoGPT", "JAX", "MiniLM", "gpt-oss", "GPT of 6",
 )  # fmt: skip
 
 
