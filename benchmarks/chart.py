@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from speedlight.tools.pictures import pyplot
 
 PEERS = {
-    "torch": "PyTorch", "torch by rows": "PyTorch", "torch dense": "PyTorch", "sdpa": "PyTorch",
+    "torch": "PyTorch", "torch by rows": "PyTorch", "torch dense": "PyTorch (dense mask)", "sdpa": "PyTorch",
     "eager": "PyTorch (eager)", "flex": "FlexAttention", "torch flex": "FlexAttention", "onnxruntime": "ONNX Runtime",
     "openvino": "OpenVINO", "jax": "JAX",
 }  # fmt: skip

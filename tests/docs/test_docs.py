@@ -18,6 +18,7 @@ import pytest
 from conftest import ROOT
 
 import speedlight as sl
+from speedlight.errors import how_to_install
 
 PACKAGE = ROOT / "speedlight"
 README = (PACKAGE.parent / "README.md").read_text()
@@ -73,12 +74,13 @@ def assert_prints(printed: str, told: list[str]) -> None:
 
 
 # transformers is not for every Python
-ALONE = [block for block in code_of(README) if "transformers" not in block[0] or find_spec("transformers")]
+FAQ = (ROOT / "docs" / "faq.md").read_text()
+ALONE = [block for block in code_of(README + FAQ) if "transformers" not in block[0] or find_spec("transformers")]
 
 
 @pytest.mark.parametrize(("code", "told"), ALONE, ids=range(len(ALONE)))
-def test_blocks_of_the_readme_run_pasted_alone(code, told, tmp_path):
-    """Drop-in ones say that they are used, all say what came."""
+def test_blocks_run_pasted_alone(code, told, tmp_path):
+    """Those of the README and of questions: drop-in ones say that they are used, all say what came."""
     assert told, "a reader sees no result"
     assert_prints(run_alone(code, tmp_path), told)
 
@@ -123,7 +125,24 @@ def prose_of(text: str) -> str:
 
 def test_the_readme_is_short():
     assert len(prose_of(README).split()) <= 650
-    assert len(prose_of(README.split("import numpy")[0]).split()) <= 120, "before the first result"
+    assert len(prose_of(README.split("import numpy")[0]).split()) <= 100, "before the first result"
+
+
+def test_the_readme_says_first_what_a_stranger_asks_first():
+    parts = [x.split("\n")[0] for x in re.split(r"^## ", README, flags=re.MULTILINE)]
+    assert parts == [
+        "# speedlight", "Install", "First result", "What you gain", "In a model you have", "In code you write",
+        "What is supported, and how that was checked", "Read on",
+    ]  # fmt: skip
+    assert len(code_of(README)) == 6 and len(ALONE) >= 6
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_advice_to_install_is_that_of_errors(page):
+    """errors.how_to_install knows whether a package index has it."""
+    text, advice = (ROOT / page).read_text(), how_to_install("torch")
+    assert advice.partition(" in a clone")[0] in text
+    assert ("on no package index yet" in text.lower()) == ("in a clone" in advice)
 
 
 OWN = ["README.md", *(f"docs/{x}.md" for x in ("index", "tutorial", "faq", "how-it-works", "performance"))]

@@ -79,7 +79,8 @@ WORDS = {
 
 def found(index, query):
     """Pages whose sections have all words of a query, as the site's search splits and joins them."""
-    separator, words = re.compile(index["config"]["separator"]), query.lower().split()
+    separator = re.compile(index["config"]["separator"])
+    words = separator.split(query.lower())
     return {
         section["location"].partition("#")[0].strip("/")
         for section in index["docs"]
