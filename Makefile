@@ -86,7 +86,7 @@ mutations: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py
 
-# tables and pictures of docs/benchmarks.md and the README, from the rows of benchmarks/results
+# tables and pictures of docs/benchmarks.md, docs/performance.md and the README, from the rows of benchmarks/results
 readme: $(VENV)/.cli
 	$(RUN) benchmarks/table.py
 

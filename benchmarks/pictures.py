@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chart import median_of
+from chart import PEERS, median_of
 
 from speedlight.tools.pictures import pyplot
 
@@ -102,10 +102,11 @@ def _linked(axes: Any, row: dict[str, Any], marker: str, aside: float) -> None:
 
 
 def model_bars(report: dict[str, Any], path: Path) -> None:
-    """Draws how much longer whole models take with PyTorch's attention, and attention alone, where it is told apart."""
+    """Draws how many times faster whole models are than with others' attention, and attention alone, if told apart."""
     plt = pyplot()
     rows = [r for r in report["rows"] if "ratios" in r][::-1]
-    bars = [(f"{r['name']}\nbeside {peer}", r, peer) for r in rows for peer in list(r["ratios"])[::-1]]
+    others = [(r, peer) for r in rows for peer in list(r["ratios"])[::-1] if peer in PEERS]
+    bars = [(f"{r['name']}\nthan {PEERS[peer]}", r, peer) for r, peer in others]
     figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.42 * len(bars)), layout="constrained")
     for n, (_, row, peer) in enumerate(bars):
         alone = row.get("attention_ratios", {}).get(peer)
@@ -123,7 +124,7 @@ def model_bars(report: dict[str, Any], path: Path) -> None:
     axes.set_xticks(ticks, [f"{x}" for x in ticks])
     axes.xaxis.set_minor_formatter("")
     axes.set_xlim(min(0.8, axes.get_xlim()[0]), 1.3 * axes.get_xlim()[1])
-    figure.suptitle("Their time over ours, median of turns: to the right of 1, speedlight is faster", fontsize=10)
+    figure.suptitle("Times faster with speedlight's attention, median of turns; left of 1 slower", fontsize=10)
     axes.set_title(f"{report['machine']}, {report['threads']} threads, {report['isa']}", fontsize=8)
     handles = dict(zip(axes.get_legend_handles_labels()[1], axes.get_legend_handles_labels()[0], strict=True))
     figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, loc="outside lower center", ncols=2)

@@ -1,9 +1,10 @@
 """Writes tables and pictures from the rows of machines: python benchmarks/table.py [benchmarks/results/<machine>.json]
 
-Every row goes to docs/benchmarks.md, a part for each machine; eight problems to the README, a line for each family of
-CPUs, and programs, a column for each; pictures are of the file that is named, else the newest. A machine that is not at
-hand keeps its last rows, with their commits. Gradients have a file for each machine in results/backward, of `speedlight
-bench --backward -o`; whole models in results/models, of `run.py models -o`.
+Every row goes to docs/benchmarks.md, a part for each machine; eight problems, a line for each family of CPUs, and
+programs, a column for each, to docs/performance.md; four programs to the README. Pictures are of the file that is
+named, else of the last by name. A machine that is not at hand keeps its last rows, with their commits. Gradients have a
+file for each machine in results/backward, of `speedlight bench --backward -o`; whole models in results/models, of
+`run.py models -o`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from chart import best_peer, chart, median_of
+from chart import FIGURES, best_peer, chart, median_of
 from pictures import model_bars, roofline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "pictures"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGE, EXPECT, PICTURES = DOCS / "benchmarks.md", DOCS / "performance.md", DOCS / "pictures"
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -43,7 +45,7 @@ def table(path: Path) -> str:
         f"faster. Measured at {commits_of(data['rows'])}.",
         "",
         *markdown(
-            ("problem", "GFLOP/s", "of peak", *PEERS),
+            ("problem", "GFLOP/s", "of peak", *COLUMNS),
             (attention_cells(row) for row in data["rows"] if "gflops" in row),
         ),
     ]
@@ -51,12 +53,12 @@ def table(path: Path) -> str:
         titles = ("problem", "ms", "of plain time", "FlexAttention", "PyTorch")
         lines += ["", *MASKS.splitlines(), "", *markdown(titles, map(mask_cells, masks))]
     if decode := [row for row in data["rows"] if row["part"] == "decode" and "share_of_read" in row]:
-        titles = ("problem", "tokens/s", "GB/s", "of a plain read", "own arrays", "pages", *PEERS)
+        titles = ("problem", "tokens/s", "GB/s", "of a plain read", "own arrays", "pages", *COLUMNS)
         lines += ["", *DECODING.splitlines(), "", *markdown(titles, map(decode_cells, decode))]
     return "\n".join(lines) + "\n"
 
 
-PEERS = "PyTorch", "ONNX Runtime", "OpenVINO"
+COLUMNS = "PyTorch", "ONNX Runtime", "OpenVINO"
 MASKS = """\
 Masks and scores, 8 heads, d=64; time against attention without them (windows and prefix: against causal); \
 PyTorch gets a
@@ -120,69 +122,81 @@ def backward_table(paths: list[Path]) -> str:
     return "\n".join(lines)
 
 
-# name of the row, text, and what it is: its speed, its share of a roof, what the best peer takes
-FIGURES = (
-    ("float32 H8 N4096 d128 full", "4,096 tokens, float32", "forward"),
-    ("float32 H8 N4096 d128 causal", "4,096 tokens, causal, float32", "forward"),
-    ("bfloat16 H8 N4096 d128 causal", "4,096 tokens, causal, bfloat16", "forward"),
-    ("float32 H8 N16384 d64 window 1024", "window of 1,024 in 16,384 tokens, d = 64, float32", "mask"),
-    ("float32 B1 H32/8 N16384 d128 one token", "one token after 16,384, 32/8 heads, float32", "decode"),
-    ("bfloat16 B1 H32/8 N16384 d128 one token", "one token after 16,384, 32/8 heads, bfloat16", "decode"),
-    ("float32 H8 N4096 d128 causal backward", "gradients, 4,096 tokens, causal, float32", "backward"),
-    (
-        "Llama, 8 layers, 8/2 heads of 128, prefill 4096, bfloat16",
-        "a whole Llama, 8 layers, 8/2 heads, prefill 4,096, bfloat16",
-        "model",
-    ),
-)
-
-
 def figures(reports: list[dict[str, Any]]) -> str:
-    """The README's eight problems, on every family that has them."""
+    """Returns the table of problems that a reader compares first, a line for each family that has them."""
     rows = [
-        (text, report["family"], *cells_of(row, kind))
-        for name, text, kind in FIGURES
+        (text, report["family"], *cells_of(row), against(*best_peer(row)))
+        for name, text in FIGURES
         for report in reports
         for row in report["rows"]
         if row["name"] == name
     ]
     machines = "; ".join(dict.fromkeys(map(machine_of, reports)))
-    lines = [f"{machines}. 8 heads, d = 128 where nothing else is said.", ""]
-    lines += markdown(("problem", "CPU", "speedlight", "of the roof", "best peer takes"), rows)
+    lines = [f"{machines}. 8 heads of 128 where nothing else is said; heads of the window have 64.", ""]
+    lines += markdown(("problem", "CPU", "speedlight", "of the roof", "against the fastest other library"), rows)
     return "\n".join(lines) + "\n"
 
 
-def cells_of(row: dict[str, Any], kind: str) -> tuple[str, str, str]:
-    """Speed, share of the roof, and the best peer's time over ours."""
-    match kind:
-        case "forward":
-            ratio, peer = best_peer(row)
-            return f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak", f"{ratio:.2f} x ({peer})"
-        case "mask":
-            assert row["flex"] < row["torch"]
-            return f"{row['seconds']['speedlight'][2] * 1e3:.0f} ms", "–", f"{row['flex']:.2f} x (FlexAttention)"
-        case "decode":
-            ratio, peer = best_peer(row)
-            share = f"{row['share_of_read']:.0%} of a plain read"
-            return f"{row['tokens']:,.0f} tokens/s", share, f"{ratio:.2f} x ({peer})"
-        case "backward":
-            peer = f"{row['ratios']['torch'][2]:.2f} x (PyTorch)"
-            return f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak", peer
-        case _:
-            times = row["seconds"]["speedlight"]
-            return f"{times[len(times) // 2]:.2f} s", "–", f"{row['ratios']['sdpa'][2]:.2f} x (PyTorch)"
+def cells_of(row: dict[str, Any]) -> tuple[str, str]:
+    """Returns a row's speed, and its share of the roof where it has one."""
+    if "share_of_read" in row:
+        return f"{row['tokens']:,.0f} tokens/s", f"{row['share_of_read']:.0%} of a plain read"
+    if "share_of_peak" in row:
+        return f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak"
+    return in_units(median_of(row["seconds"]["speedlight"])), "–"
 
 
-# rows of the README's programs, as they begin
+def in_units(seconds: float) -> str:
+    """Returns a time as people say it."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def against(ratio: float, peer: str) -> str:
+    """Returns what a ratio means, in words."""
+    return f"{ratio:.2f} x {'faster than' if ratio >= 1 else 'as fast as'} {peer}"
+
+
+# rows of the README's table of what is gained, and what they are called there
+GAINS = (
+    ("Llama, 8 layers, 8/2 heads of 128, prefill 4096, bfloat16", "Llama reads a prompt of 4,096 tokens, bfloat16"),
+    ("Llama, greedy, 64 tokens after 4096, float32", "Llama, `generate()`: 64 tokens after 4,096, float32"),
+    (
+        "GPT of 6 layers, 512 wide, 8 heads, 2048 tokens, float32, a training step",
+        "a GPT's training step, 2,048 tokens, float32",
+    ),
+    (
+        "flex: ALiBi in 8 documents, causal, 8 heads, 8192, d=64, float32, forward",
+        "FlexAttention: ALiBi in packed documents, 8,192 tokens, float32",
+    ),
+)
+
+
+def gains(models: list[dict[str, Any]]) -> str:
+    """Returns the README's table of programs, stock and with speedlight, of the families that have them."""
+    some = [report for report in models if any(cells_of_gain(report, name) != "–" for name, _ in GAINS)]
+    rows = [(text, *(cells_of_gain(report, name) for report in some)) for name, text in GAINS]
+    torch = ", ".join(dict.fromkeys(report["versions"]["torch"].partition("+")[0] for report in some))
+    machines = "; ".join(map(machine_of, some))
+    lines = markdown(("program", *(report["family"] for report in some)), (x for x in rows if {*x[1:]} != {"–"}))
+    return "\n".join([*lines, "", f"{machines}; PyTorch {torch}."]) + "\n"
+
+
+def cells_of_gain(report: dict[str, Any], name: str) -> str:
+    """Returns the time of a report's program with speedlight, and how many times faster it is."""
+    row = next((x for x in report["rows"] if x["name"] == name and "ratios" in x), None)
+    return f"{in_units(median_of(row['seconds']['speedlight']))}, {against(*best_peer(row))}" if row else "–"
+
+
+# rows of the page's programs, as they begin
 PROGRAMS = (
     "Llama, 8 layers, 8/2 heads of 128, prefill 4096, float32", "Llama, greedy, 64 tokens after",
     "Llama, left-padded, 4 x 64 tokens after", "Mistral", "T5, 64", "whisper", "Gemma-2", "BERT", "sentence", "ViT, 8",
-    "UNet", "T5, a step", "Swin", "nanoGPT", "JAX",
+    "UNet", "T5, a step", "Swin", "nanoGPT", "JAX", "MiniLM", "gpt-oss", "GPT of 6",
 )  # fmt: skip
 
 
 def programs(models: list[dict[str, Any]]) -> str:
-    """The README's programs: stock time over ours, and that of attention alone, a column for each machine."""
+    """Returns the table of programs: how many times faster, and attention alone, a column for each machine."""
     found = [{row["name"]: row for row in report["rows"] if "ratios" in row} for report in models]
     names = [x for start in PROGRAMS for x in dict.fromkeys(y for of in found for y in of) if x.startswith(start)]
     rows = ((name.removesuffix(", float32"), *(gain_of(of.get(name)) for of in found)) for name in names)
@@ -190,7 +204,7 @@ def programs(models: list[dict[str, Any]]) -> str:
 
 
 def gain_of(row: dict[str, Any] | None) -> str:
-    """Stock time over ours, in brackets of attention alone; of the peer that is stock."""
+    """Returns stock time over ours, in brackets that of attention alone; of the peer that is stock."""
     if row is None:
         return "–"
     stock = next(name for name in ("torch", "sdpa", "jax", "eager") if name in row["ratios"])
@@ -225,20 +239,20 @@ def between(text: str, name: str, new: str) -> str:
 
 def main() -> None:
     forward, gradients, models = (sorted((RESULTS / name).glob("*.json")) for name in ("", "backward", "models"))
-    newest = max(forward, key=lambda x: x.stat().st_mtime)
-    data = json.loads((Path(sys.argv[1]) if len(sys.argv) > 1 else newest).read_text())
+    data = json.loads((Path(sys.argv[1]) if len(sys.argv) > 1 else forward[-1]).read_text())
     page = between(PAGE.read_text(), "rows", "\n".join(map(table, forward)))
     page = between(page, "backward", backward_table(gradients))
     reports, whole = ([json.loads(path.read_text()) for path in paths] for paths in ((*forward, *gradients), models))
     PAGE.write_text(between(page, "models", models_table(whole)))
-    front = between(README.read_text(), "figures", figures([*reports, *whole]))
-    README.write_text(between(front, "programs", programs(whole)))
+    expect = between(EXPECT.read_text(), "figures", figures([*reports, *whole]))
+    EXPECT.write_text(between(expect, "programs", programs(whole)))
+    README.write_text(between(README.read_text(), "gains", gains(whole)))
     PICTURES.mkdir(exist_ok=True)
     for report in models:
         model_bars(json.loads(report.read_text()), PICTURES / f"models-{report.stem}.png")
     for report in gradients:
         roofline(json.loads(report.read_text()), PICTURES / f"backward-{report.stem}.png")
-    chart(data, PICTURES / "best-peer.png")
+    chart(data, [*reports, *whole], PICTURES / "best-peer.png")
     rows = [row for row in data["rows"] if "bytes_moved" in row and row["part"] == "prefill"]
     roofline(data | {"threads": data["cores"], "rows": rows}, PICTURES / "roofline.png")
 

@@ -4,6 +4,7 @@ to 1,024 ranks, and, beside it, what `benchmarks/run.py ranks` measured (benchma
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -75,25 +76,24 @@ def _width(name: str) -> float:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Over ranks, what is left of the ideal: strong scaling above, weak below, masks side by side."""
+    """Draws what is left of the ideal over ranks: strong scaling above, weak below, a row for each link."""
     plt = pyplot()
     kinds, masks = (list(dict.fromkeys(r[x] for r in rows)) for x in ("kind", "mask"))
     links = sorted({r["link"] for r in rows}, reverse=True)
     figure, axes = plt.subplots(
-        len(kinds), len(masks), figsize=(3.6 * len(masks), 3.1 * len(kinds)), layout="constrained", sharey=True,
-        squeeze=False,
+        len(kinds) * len(links), len(masks), figsize=(3.6 * len(masks), 2.3 * len(kinds) * len(links)),
+        layout="constrained", sharey=True, sharex=True, squeeze=False,
     )  # fmt: skip
-    for kind, across in zip(kinds, axes, strict=True):
+    for (kind, link), across in zip(itertools.product(kinds, links), axes, strict=True):
         for mask, place in zip(masks, across, strict=True):
+            mine = [r for r in rows if (r["kind"], r["mask"], r["link"]) == (kind, mask, link)]
             for name, colour in _WAYS.items():
-                for link, style in zip(links, _LINES, strict=False):
-                    mine = [r for r in rows if (r["kind"], r["mask"], r["link"]) == (kind, mask, link)]
-                    points = [(r["ranks"], r["ways"][name]["efficiency"]) for r in mine if name in r["ways"]]
-                    look: dict[str, Any] = {"linewidth": _width(name)}
-                    if len(points) == 1:
-                        look = {"marker": "o", "markersize": 5, "mfc": colour if link == links[0] else "white"}
-                    place.plot(*zip(*points, strict=True), style, color=colour, **look)
-            place.set_title(f"{kind} scaling, {mask}", fontsize=10)
+                points = [(r["ranks"], r["ways"][name]["efficiency"]) for r in mine if name in r["ways"]]
+                look: dict[str, Any] = {"linewidth": _width(name)}
+                if len(points) == 1:
+                    look = {"marker": "o", "markersize": 5, "mfc": colour if link == links[0] else "white"}
+                place.plot(*zip(*points, strict=True), _LINES[links.index(link)], color=colour, **look)
+            place.set_title(f"{kind} scaling, {mask}, {link / 1e9:g} GB/s", fontsize=10)
             place.set_xscale("log", base=2)
             place.set_xticks(ticks := sorted({r["ranks"] for r in rows}), [f"{x:,}" for x in ticks], fontsize=8)
             place.grid(alpha=0.25)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import importlib
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-from conftest import FULL, ROOT
+from conftest import ROOT
 
 import speedlight as sl
+from speedlight.errors import how_to_install
 
 PACKAGE = ROOT / "speedlight"
 README = (PACKAGE.parent / "README.md").read_text()
@@ -40,16 +47,59 @@ def test_docstrings_of_the_reference():
     assert result.attempted > 0 and result.failed == 0
 
 
-FEWER = {"4096": "512", "1024": "128", "1000": "125", "1008": "133", "8192": "1024"}  # tokens, in a short run
+def code_of(text: str) -> list[tuple[str, list[str]]]:
+    """Python blocks of a page, and the lines that each prints: `print(…)  # these`, or a block of text below it."""
+    found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", text, re.DOTALL)
+    return [
+        (code, re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE) + told.splitlines()) for code, told in found
+    ]
 
 
-def test_readme_example(capsys):
-    names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
-        exec(code if FULL else re.sub(r"\b\d{4}\b", lambda found: FEWER[found[0]], code), names)
-    printed, n = capsys.readouterr().out, 4096 if FULL else 512
-    assert printed.startswith(f"(1, 8, {n}, 64) (1, 8, {n})\n") and "visible" in printed
-    assert printed.endswith(f"\n{n} True\n")
+def run_alone(code: str, folder: Path) -> str:
+    """What code prints in a process of its own, in an empty folder; warnings are errors."""
+    paths = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True, text=True, encoding="utf-8", timeout=300, cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_prints(printed: str, told: list[str]) -> None:
+    """That these lines were printed; `…` is anything."""
+    pattern = "\n".join(re.escape(line).replace("…", ".*") for line in told)
+    assert re.fullmatch(pattern, printed.rstrip("\n")), f"printed {printed!r}, expected {told}"
+
+
+# transformers is not for every Python
+FAQ = (ROOT / "docs" / "faq.md").read_text()
+ALONE = [block for block in code_of(README + FAQ) if "transformers" not in block[0] or find_spec("transformers")]
+
+
+@pytest.mark.parametrize(("code", "told"), ALONE, ids=range(len(ALONE)))
+def test_blocks_run_pasted_alone(code, told, tmp_path):
+    """Those of the README and of questions: drop-in ones say that they are used, all say what came."""
+    assert told, "a reader sees no result"
+    assert_prints(run_alone(code, tmp_path), told)
+
+
+def test_the_tutorial_says_what_it_prints(tmp_path):
+    """Each block goes on where the last one ended."""
+    blocks = code_of((ROOT / "docs" / "tutorial.md").read_text())
+    told = [line for _, lines in blocks for line in lines]
+    assert_prints(run_alone("\n".join(code for code, _ in blocks), tmp_path), told)
+    assert len(told) > 12 and sum("…" in line for line in told) <= 2
+
+
+@pytest.mark.parametrize(("printed", "told", "good"), [
+    ("a 1.5 b\nc\n", ["a … b", "c"], True), ("a\n", ["a", "c"], False), ("a\nc\n", ["a"], False),
+    ("axb\n", ["a.b"], False),
+])  # fmt: skip
+def test_what_is_printed_is_compared(printed, told, good):
+    with contextlib.nullcontext() if good else pytest.raises(AssertionError):
+        assert_prints(printed, told)
 
 
 @pytest.mark.parametrize(
@@ -58,19 +108,52 @@ def test_readme_example(capsys):
 )
 def test_examples_of_pages(page, made, capsys):
     names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs" / f"{page}.md").read_text(), re.DOTALL):
+    blocks = code_of((ROOT / "docs" / f"{page}.md").read_text())
+    for code, _ in blocks:
         exec(code, names)
         if "theirs" in names:  # beside ours
             assert abs(names.pop("theirs") - names["ours"]).max() < 1e-5
     assert made in names and "out" in names
-    text = (PACKAGE.parent / "docs" / f"{page}.md").read_text()
-    said = re.findall(r"^print\(.*\)  # (.*)$", text, re.MULTILINE)
-    assert capsys.readouterr().out.splitlines() == said
+    assert_prints(capsys.readouterr().out, [line for _, lines in blocks for line in lines])
 
 
-def test_first_result_within_90_words():
-    before = README.split("out, lse = ")[0]
-    assert len(before.split()) <= 90
+def prose_of(text: str) -> str:
+    """A page without code, tables, comments and addresses."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"^\|.*$", "", text, flags=re.MULTILINE))
+
+
+def test_the_readme_is_short():
+    assert len(prose_of(README).split()) <= 650
+    assert len(prose_of(README.split("import numpy")[0]).split()) <= 100, "before the first result"
+
+
+def test_the_readme_says_first_what_a_stranger_asks_first():
+    parts = [x.split("\n")[0] for x in re.split(r"^## ", README, flags=re.MULTILINE)]
+    assert parts == [
+        "# speedlight", "Install", "First result", "What you gain", "In a model you have", "In code you write",
+        "What is supported, and how that was checked", "Read on",
+    ]  # fmt: skip
+    assert len(code_of(README)) == 6 and len(ALONE) >= 6
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_advice_to_install_is_that_of_errors(page):
+    """errors.how_to_install knows whether a package index has it."""
+    text, advice = (ROOT / page).read_text(), how_to_install("torch")
+    assert advice.partition(" in a clone")[0] in text
+    assert ("on no package index yet" in text.lower()) == ("in a clone" in advice)
+
+
+OWN = ["README.md", *(f"docs/{x}.md" for x in ("index", "tutorial", "faq", "how-it-works", "performance"))]
+
+
+@pytest.mark.parametrize("page", OWN)
+def test_no_sentence_is_long(page):
+    """35 words at the most."""
+    text = prose_of((ROOT / page).read_text())
+    sentences = re.split(r"(?<=[.:!?;])\s|\n\n|\n *- ", text)
+    assert not [x for x in sentences if len(x.split()) > 35]
 
 
 def module_of(path: str) -> str:

@@ -8,7 +8,9 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 import unicodedata
@@ -16,6 +18,7 @@ import unicodedata
 import pytest
 import yaml
 from conftest import ROOT
+from PIL import Image
 
 DOCS = ROOT / "docs"
 GUIDES = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
@@ -39,7 +42,7 @@ def prose(path):
 
 
 def links(path):
-    return re.findall(r"\]\(([^)\s]+)\)", prose(path))
+    return [x or y for x, y in re.findall(r'\]\(([^)\s]+)\)|\bsrc="([^"]+)"', prose(path))]
 
 
 def anchors(path):
@@ -64,6 +67,57 @@ def nav():
 
 def test_every_page_is_in_the_nav_once():
     assert sorted(nav()) == PAGES and len(PAGES) > 15
+
+
+# what people look for, and a page that the search must find by it
+WORDS = {
+    "GQA": "faq", "MQA": "faq", "grouped-query": "how-it-works", "KV cache": "tutorial", "PagedAttention": "faq",
+    "quantization": "faq", "reproducible": "faq", "FlashAttention": "how-it-works", "xformers": "faq",
+    "nanoGPT": "faq", "Jupyter": "faq", "attention mask": "faq", "RoPE": "tutorial",
+}  # fmt: skip
+
+
+def found(index, query):
+    """Pages whose sections have all words of a query, as the site's search splits and joins them."""
+    separator = re.compile(index["config"]["separator"])
+    words = separator.split(query.lower())
+    return {
+        section["location"].partition("#")[0].strip("/")
+        for section in index["docs"]
+        for text in [re.sub(r"<[^>]*>", " ", f"{section['title']} {section['text']}").lower()]
+        if all(any(x.strip("`(),.:;*").startswith(y) for x in separator.split(text)) for y in words)
+    }
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_searched(tmp_path):
+    """mkdocs checks links and anchors; its index knows the words, and no page asks another host for anything."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=300)
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    assert len(WORDS) >= 12 and not found(index, "a word that nobody wrote")
+    for word, page in WORDS.items():
+        assert page in found(index, word), word
+    for path in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)", path.read_text()
+        )
+        assert not [x for x in loaded if not x.startswith(HERE)], path
+    assert 'data-md-component="source"' not in (tmp_path / "index.html").read_text()  # it asks GitHub for stars
+
+
+def test_words_that_people_look_for_are_on_their_pages():
+    for word, page in WORDS.items():
+        assert word in (DOCS / f"{page}.md").read_text(), word
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{x}" for x in PAGES)])
+def test_pictures_have_words(page):
+    """Alternative texts: a heading's words in the gallery, elsewhere a sentence."""
+    text = prose(ROOT / page)
+    pictures = re.findall(r"!\[([^\]]*)\]\(|<img\b[^>]*\balt=\"([^\"]*)\"", text)
+    assert len(pictures) == len(re.findall(r"!\[|<img\b", text))
+    assert not [x for pair in pictures for x in ["".join(pair)] if len(x.split()) < (1 if "gallery" in page else 4)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -192,21 +246,53 @@ def tables(monkeypatch):
 
 
 def test_figures_are_those_of_the_rows(tables):
-    """`make readme` writes them: every row to the page, eight problems to the README; no figure is typed."""
+    """`make readme` writes them: every row to a page, eight problems to another, four programs to the README."""
     forward, gradients, models = (sorted((tables.RESULTS / name).glob("*.json")) for name in ("", "backward", "models"))
-    page, readme = tables.PAGE.read_text(), tables.README.read_text()
+    page, expect, readme = (x.read_text() for x in (tables.PAGE, tables.EXPECT, tables.README))
     assert tables.between(page, "rows", "\n".join(map(tables.table, forward))) == page
     assert tables.between(page, "backward", tables.backward_table(gradients)) == page
-    reports = [json.loads(x.read_text()) for x in (*forward, *gradients, *models)]
-    figures = tables.figures(reports)
+    reports, whole = ([json.loads(x.read_text()) for x in y] for y in ((*forward, *gradients), models))
+    assert tables.between(page, "models", tables.models_table(whole)) == page
+    figures = tables.figures([*reports, *whole])
     problems = re.findall(r"^\| (\w[^|]*) \|", figures, flags=re.MULTILINE)[1:]
-    assert tables.between(readme, "figures", figures) == readme and len(set(problems)) == 8
-    assert len(re.findall(r"^!\[", readme, flags=re.MULTILINE)) == 1
+    assert tables.between(expect, "figures", figures) == expect and len(set(problems)) == 8
+    assert tables.between(expect, "programs", tables.programs(whole)) == expect
+    gains = tables.gains(whole)
+    assert tables.between(readme, "gains", gains) == readme and gains.count("faster than") >= 4
     for report in reports[: len(forward)]:
         for row in report["rows"]:
             assert row["family"] == report["family"] and re.fullmatch("[0-9a-f]{7,}", row["commit"])
             if "gflops" in row or "share_of_read" in row:
                 assert row["name"].removesuffix(" one token") in page
+
+
+def test_the_picture_is_of_the_rows(tables):
+    """Its file keeps the bars it shows: those of one machine's rows."""
+    forward, gradients, models = (sorted((tables.RESULTS / name).glob("*.json")) for name in ("", "backward", "models"))
+    reports = [json.loads(x.read_text()) for x in (*gradients, *models)]
+    with Image.open(tables.PICTURES / "best-peer.png") as picture:
+        shown, wide = json.loads(picture.text["Figures"]), picture.width
+    wanted = []
+    for own in map(json.loads, (x.read_text() for x in forward)):
+        others = [x for x in reports if x["family"] == own["family"]]
+        wanted.append([list(x) for x in sys.modules["chart"].bars([*others, own])])
+    assert shown in wanted and len(shown) > 5 and wide >= 780  # twice a phone's width
+    assert readme_pictures() == [f"{TREES[1]}docs/pictures/best-peer.png"]
+
+
+def readme_pictures():
+    return [x for x in links(ROOT / "README.md") if x.endswith((".png", ".svg"))]
+
+
+def test_programs_of_a_machine_that_has_few(tables):
+    """Families without a row are no column, rows without a family no line; what is slower says so."""
+    row = {"name": tables.GAINS[0][0], "ratios": {"sdpa": [0.5, 0.5, 0.5]}, "seconds": {"speedlight": [2.0]}}
+    report = {"family": "Zen 7", "machine": "M", "cores": 2, "isa": "avx2", "versions": {"torch": "2.13.0+cpu"}}
+    gains = tables.gains([report | {"rows": []}, report | {"rows": [row]}])
+    assert gains.splitlines()[0] == "| program | Zen 7 |" and gains.count("\n|") == 2
+    assert "| 2.00 s, 0.50 x as fast as PyTorch |" in gains and gains.endswith(
+        "M (Zen 7), 2 cores, avx2; PyTorch 2.13.0.\n"
+    )
 
 
 def test_each_family_of_cpus_has_its_rows(tables, tmp_path):
