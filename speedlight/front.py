@@ -1,4 +1,4 @@
-"""attention(): a repeated call runs again, one that autograd follows goes to autograd, any other to the engine."""
+"""attention(): runs a prepared call again, or sends a new one to autograd or to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of options: the type, the default and a line of documentation of each; and the types of arguments.
+"""List of options: the type, default and documentation of each, and the types of arguments.
 
 Public calls take `**options` of one of these dicts. `public` gives them the signature, the documentation and the errors
 of an argument that they lack. problem.Options holds the values of a call.

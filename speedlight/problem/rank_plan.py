@@ -1,4 +1,4 @@
-"""Plans of attention over several ranks, before anything runs: every way and sharding that can do it."""
+"""Plans of attention over several ranks: every method and sharding that can run a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each process holds. Pure: neither PyTorch nor NumPy.
+"""Shardings: the positions of a sequence that each process holds. Pure: neither PyTorch nor NumPy.
 
 A *run* is a `range` of positions; a process holds its runs one after another, in this order:
 
