@@ -128,7 +128,7 @@ def _operator(op: str) -> tuple[Callable[[Symbol, Any], Symbol], Callable[[Symbo
 
 
 class Symbol:
-    """The argument of a mask or score function: every operator of Python numbers builds the tree.
+    """Argument of a mask or score function; Python's operators on it build the expression.
 
     A function that is annotated takes and returns these:
 

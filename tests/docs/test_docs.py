@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 
@@ -66,6 +67,17 @@ def test_examples_of_pages(page, made, capsys):
     text = (PACKAGE.parent / "docs" / f"{page}.md").read_text()
     said = re.findall(r"^print\(.*\)  # (.*)$", text, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == said
+
+
+def test_options_are_shown_as_they_are():
+    """Each option has a row, and the pictures of docs/options.md are what the reference prints."""
+    page = (PACKAGE.parent / "docs" / "options.md").read_text()
+    code = "\n".join(re.findall(r"```pycon\n(.*?)```", page, re.DOTALL))
+    result = doctest.DocTestRunner().run(doctest.DocTestParser().get_doctest(code, {}, "options.md", None, 0))
+    assert result.attempted > 15 and result.failed == 0
+    rows = "".join(re.findall(r"^\| \[.*\]\(#", page, re.MULTILINE))
+    options = {x.name for x in inspect.signature(sl.attention).parameters.values() if x.kind is x.KEYWORD_ONLY}
+    assert set(re.findall(r"`(\w+)`", rows)) == options
 
 
 def test_first_result_within_90_words():

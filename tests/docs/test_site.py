@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -232,3 +233,17 @@ def test_every_public_member_has_a_docstring():
             assert not {n for n, x in members.items() if not x.__doc__}, name
             classes += 1
     assert classes > 10
+
+
+def test_summaries_are_the_first_sentences_of_docstrings():
+    """docs/api.md has a row for each name that it shows, before the signatures."""
+    page = (DOCS / "api.md").read_text()
+    rows = dict(re.findall(r"^\| \[`\w+`\]\(#([\w.]+)\) .*\| (.*) \|$", page, re.MULTILINE))
+    shown = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
+    without = {"speedlight.reference", "speedlight.MaskFunction", "speedlight.ScoreFunction"}
+    assert len(rows) > 50 and set(rows) == set(shown) - without
+    for name, row in rows.items():
+        module, _, own = name.rpartition(".")
+        text = inspect.cleandoc(getattr(importlib.import_module(module), own).__doc__)
+        sentence = re.match(r".*?[.!](?= [A-Z\d`]|$)", " ".join(text.split("\n\n")[0].split()))
+        assert sentence and row.replace("\\|", "|") == sentence[0], name
