@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import operator
 import re
 from collections.abc import Iterator
 
@@ -78,6 +79,11 @@ def test_options_are_shown_as_they_are():
     rows = "".join(re.findall(r"^\| \[.*\]\(#", page, re.MULTILINE))
     options = {x.name for x in inspect.signature(sl.attention).parameters.values() if x.kind is x.KEYWORD_ONLY}
     assert set(re.findall(r"`(\w+)`", rows)) == options
+    for calls, which, names in re.findall(r"^\| (`.*`) \| (all but|only) (.*) \|$", page, re.MULTILINE):
+        for call in re.findall(r"`([\w.]+)`", calls):
+            taken = options & set(inspect.signature(operator.attrgetter(call)(sl)).parameters)
+            named = set(re.findall(r"`(\w+)`", names))
+            assert taken == (named if which == "only" else options - named), call
 
 
 def test_first_result_within_90_words():
