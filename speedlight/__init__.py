@@ -8,8 +8,8 @@
 In order of use; help(speedlight.attention) has every option:
 
     attention            softmax(scale · QKᵀ)V of NumPy's arrays, PyTorch's tensors …, with any mask and score
-    plan                 the cost of a call: FLOPs, bytes, tiles, least time; computes no attention
-    Plan                 the result of plan(); prints as a table
+    plan                 what a call would do: FLOPs, bytes, tiles, least time; computes no attention
+    Plan                 … as figures, and as a table when printed
     rotary               rotary positions of queries and keys
     merge                attention over shards of the keys, joined
     merge_states         merge() in FlashInfer's order of arguments

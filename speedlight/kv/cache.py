@@ -403,7 +403,7 @@ class KVCache:
     __reduce__: Any = not_pickled("KVCache", "copy() it here, or save() it, and load() it where it is wanted")
 
     def select(self, batch_indices: Sequence[int]) -> KVCache:
-        """Makes a new cache of these sequences, in this order, repeated as often as they are named: for beams."""
+        """A new cache of these sequences, in this order and as often: for beams."""
         indices = [
             check_index("batch_indices", i, self.batch) for i in check_list("batch_indices", batch_indices, "ints")
         ]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import inspect
-import operator
 import re
 from collections.abc import Iterator
 
@@ -68,22 +66,6 @@ def test_examples_of_pages(page, made, capsys):
     text = (PACKAGE.parent / "docs" / f"{page}.md").read_text()
     said = re.findall(r"^print\(.*\)  # (.*)$", text, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == said
-
-
-def test_options_are_shown_as_they_are():
-    """Each option has a row, and the pictures of docs/options.md are what the reference prints."""
-    page = (PACKAGE.parent / "docs" / "options.md").read_text()
-    code = "\n".join(re.findall(r"```pycon\n(.*?)```", page, re.DOTALL))
-    result = doctest.DocTestRunner().run(doctest.DocTestParser().get_doctest(code, {}, "options.md", None, 0))
-    assert result.attempted > 15 and result.failed == 0
-    rows = "".join(re.findall(r"^\| \[.*\]\(#", page, re.MULTILINE))
-    options = {x.name for x in inspect.signature(sl.attention).parameters.values() if x.kind is x.KEYWORD_ONLY}
-    assert set(re.findall(r"`(\w+)`", rows)) == options
-    for calls, which, names in re.findall(r"^\| (`.*`) \| (all but|only) (.*) \|$", page, re.MULTILINE):
-        for call in re.findall(r"`([\w.]+)`", calls):
-            taken = options & set(inspect.signature(operator.attrgetter(call)(sl)).parameters)
-            named = set(re.findall(r"`(\w+)`", names))
-            assert taken == (named if which == "only" else options - named), call
 
 
 def test_first_result_within_90_words():
