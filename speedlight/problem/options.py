@@ -68,7 +68,7 @@ class ScoreOptions(TypedDict, total=False):
     """Options of every call, over ranks, too: `name: Annotated["type", default, "documentation"]`."""
 
     mask: Annotated["Mask | None", None, "keys that a query sees: a function (b, h, i, j) -> bool, a pattern, …"]
-    score: Annotated["Scores | None", None, "what becomes of a score: a function (s, b, h, i, j) -> s, a pattern, …"]
+    score: Annotated["Scores | None", None, "how scores change: a function (s, b, h, i, j) -> s, a pattern, …"]
     sink_logits: Annotated["Sinks | None", None, "a score per query head that joins the softmax's denominator alone."]
     scale: Annotated["float | None", None, "factor of the scores. Default 1/sqrt(head_dim)."]
 
