@@ -1,4 +1,4 @@
-"""speedlight: exact attention at the speed of the machine.
+"""speedlight: fast exact attention for CPUs, with any mask, gradients and KV caches.
 
 >>> import numpy as np, speedlight as sl
 >>> q = k = v = np.ones((1, 8, 16, 64), dtype=np.float32)
@@ -12,7 +12,7 @@ In order of use; help(speedlight.attention) has every option:
     Plan                 … as figures, and as a table when printed
     rotary               rotary positions of queries and keys
     merge                attention over shards of the keys, joined
-    merge_states         … in FlashInfer's order
+    merge_states         merge() in FlashInfer's order of arguments
     attention_backward   gradients, without PyTorch
 
   masks and scores: a function of positions, a pattern, or an array
@@ -26,14 +26,14 @@ In order of use; help(speedlight.attention) has every option:
 
   decoding
     KVCache              keys and values of a batch of sequences: append, attend, save
-    PagePool             the same in pages, for many sequences that come and go
-    PagedSequence        … one of them
+    PagePool             keys and values in pages, for many sequences that come and go
+    PagedSequence        a sequence of a PagePool
     attention_paged      attention() over another engine's pages
-    append_paged         new keys and values into them
+    append_paged         writes new keys and values into such pages
 
   the machine
     set_threads, get_threads, synchronize
-    ARITHMETIC           which order of floating-point operations these bits are of
+    ARITHMETIC           the number of the order of floating-point operations
     reference            the specification in float64, and an error bound for every element
 
   errors: each is an Error, and the built-in type that one would expect

@@ -128,10 +128,9 @@ def is_on_gpu(engine: Any, q: Array) -> bool:
 
 @public()
 def synchronize() -> None:
-    """Waits for the GPUs that were used, and raises what kernels have noted: page numbers and lengths that were out of
-    range.
+    """Waits for the GPUs in use, and raises the errors that their kernels noted: page numbers and lengths out of range.
 
-    Does nothing where none was used.
+    Does nothing if no GPU was used.
 
     >>> import speedlight as sl
     >>> sl.synchronize()

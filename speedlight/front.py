@@ -1,4 +1,4 @@
-"""attention(): a repeated call runs again, one that autograd follows goes to autograd, any other to the engine."""
+"""attention(): runs a prepared call again, or sends a new one to autograd or to the engine."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def attention(
     dropout: float = 0.0,
     seed: Int | None = None,
 ) -> Any:
-    """Exact attention, softmax(scale · QKᵀ)V, in memory that does not grow with the square of the length.
+    """Computes exact attention, softmax(scale · QKᵀ)V, in memory linear in the length.
 
-    Of the types above, Int is a whole number of Python's or NumPy's, or a tensor of one; Ints are several, in a list
-    or an array; AnyArray is an array of a library that q may be of. Causal, Window, Mask, Scores, Sinks, Layout, Engine
-    and Precision are what the arguments of these names take, as said below.
+    Types: Int is a whole number of Python or NumPy, or a tensor of one; Ints are a list or an array of them; AnyArray
+    is an array of any library that q may come from. Causal, Window, Mask, Scores, Sinks, Layout, Engine and Precision
+    are described at the arguments of these names.
 
     Args:
         q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch
@@ -98,7 +98,7 @@ def attention(
         mask: which keys a query sees: a function (b, h, i, j) -> bool of batch item, query head and absolute positions
             of query and key, a pattern such as sl.window(1024, 0) or several joined by & | ~, or a bool array that
             broadcasts to (batch, q_heads, q_len, k_len), True meaning visible. Joined to `causal` and `window` by &.
-        score: what becomes of a score: a function (s, b, h, i, j) -> s of the scaled score, a pattern such as
+        score: how scores change: a function (s, b, h, i, j) -> s of the scaled score, a pattern such as
             sl.alibi(slopes), a float array to add, or a list of these, left to right. A score of -inf hides the key.
         sink_logits: a score per query head that joins the softmax's denominator and nothing else, as gpt-oss has it.
         q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len,
@@ -110,32 +110,32 @@ def attention(
             ("bhsd", "bshd", "BNSD", "thd" …) are taken, too.
         cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
         cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
-        lengths: for a batch that is padded on the right, tokens of each item, queries and keys alike: those past them
-            do not exist; their rows get out 0 and lse -inf. Padding anywhere is mask=sl.padding(attention_mask).
+        lengths: for a batch that is padded on the right, tokens of each item, queries and keys alike. Padding is
+            never read; its rows get out 0 and lse -inf. Padding anywhere is mask=sl.padding(attention_mask).
         q_lengths: for a padded batch, queries of each item, where keys have other lengths.
         k_lengths: for a padded batch, keys of each item. Where q_len is k_len, one of the two alone is refused if
             `causal`, `window` or a function of i looks at positions: the default q_start, by each item's lengths, is
             not what a padded square means. Give lengths= (self-attention), or q_start=0, which puts row i at key i.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
-            (q_heads, q_len) without a batch and packed; float32, or float64 for float64. A row that sees nothing has
-            -inf, and out 0.
-        out: where to write the result, in the layout of q. If the call raises an Error, of a lookup out of range, too,
-            it is as it was; a signal may come when it is half written.
+            (q_heads, q_len) without a batch and packed; float32, or float64 for float64. A row that sees no key has
+            lse -inf and out 0.
+        out: where to write the result, in the layout of q. It is unchanged if an Error is raised; an interrupt may
+            leave it partly written.
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
             (10 bits). The CPU, and a GPU with head dims above 128, always compute as "ieee".
-        dropout: how likely each weight becomes 0 after the softmax; those that stay are divided by 1 - dropout. The
-            log-sum-exp is of all.
-        seed: of dropout, an int of 64 bits: the same weights are dropped whenever seed, batch item, query head and
-            positions of query and key are the same, on every device. sl.reference.keep_mask() tells which.
+        dropout: probability that a weight becomes 0 after the softmax; the others are divided by 1 - dropout. The
+            log-sum-exp is of all weights.
+        seed: key of dropout's random numbers, an int of 64 bits. Seed, batch item, query head and both positions decide
+            which weights are dropped, on every device. sl.reference.keep_mask() shows which stay.
 
     Returns:
         The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).
-        On a CPU with the dot instruction the lse of bfloat16 is off by 1e-3 or so: of weights that are rounded.
+        On the vector unit avx512bf16 the lse of bfloat16 is off by about 1e-3, since weights are rounded.
 
     Raises:
-        speedlight.Error: the argument, what was expected and what came. Nothing has been written then. It is also a
-            ValueError or TypeError.
+        speedlight.Error: names the argument, what was expected and what came; also a ValueError or TypeError.
+            Nothing has been written then.
 
     Source: Dao et al., FlashAttention (2022); the arithmetic is described in docs/numerics.md.
 

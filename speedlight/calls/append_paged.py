@@ -1,4 +1,4 @@
-"""`append_paged()`: new keys and values go into pages that are the caller's."""
+"""append_paged(): writes new keys and values into the caller's pages."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def append_paged(
     layout: Layout = "bhld",
     engine: Engine | None = None,
 ) -> Any:
-    """Puts new keys and values into pages of the caller's, behind those that sequences have there.
+    """Writes new keys and values into the caller's pages, after the tokens that each sequence has there.
 
     Args:
         k_pages: (pages, page_size, kv_heads, head_dim), as attention_paged() takes it; written in place. A NumPy array
             or a PyTorch tensor that can be written, of any strides.
         v_pages: (pages, page_size, kv_heads, value_dim).
-        block_table: (batch, most) ints: which pages hold a sequence, in order. Those that new tokens go to must be
-            there already, and nobody else's.
+        block_table: (batch, most) ints: which pages hold a sequence, in order. Pages that receive tokens must be
+            listed already, and belong to one sequence only.
         k_lengths: keys of each sequence so far. On a GPU this, the block table and new_lengths may be int32 or int64
             tensors of that GPU, which nobody waits for: a sequence that has no room, or a page that does not exist,
             stays as it is, and synchronize() raises it.
@@ -52,9 +52,8 @@ def append_paged(
         engine: as for attention().
 
     Returns:
-        The lengths now, of k_lengths' kind, for attention_paged() and the next call: only then they count. What is
-        written lies behind the old lengths, where nobody looks: a call that fails, or is interrupted, has appended
-        nothing.
+        The new lengths, of k_lengths' kind, for attention_paged() and the next call. Tokens are written past the old
+        lengths, where no call reads: a call that fails or is interrupted has appended nothing.
 
     Raises:
         CacheFull: a row of block_table has too few pages; nothing has been written.

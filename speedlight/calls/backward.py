@@ -53,7 +53,7 @@ def attention_backward(
     grads: Grads = (),
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """Returns the gradients of q, k and v of attention(), in memory that does not grow with the square of the length.
+    """Returns the gradients of attention() with respect to q, k and v, in memory linear in the length.
 
     The weights are computed again, as exp(score - lse) with the lse that is given: with the out and lse of a whole
     sequence this works on a part of its keys, too, and the dq of all parts add up.
@@ -62,8 +62,8 @@ def attention_backward(
         q, k, v: as attention() had them, on the CPU. To keys and values that items share flows the sum over the batch.
         out: what attention() returned for them, shaped as q with value_dim last.
         lse: its log-sum-exps (return_lse=True), (batch, q_heads, q_len) or packed (q_heads, total_length).
-        d_out: what flows into out: shaped as out, of its dtype.
-        d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
+        d_out: the gradient of the loss with respect to out: shaped as out, of its dtype.
+        d_lse: the same with respect to lse, if there is one: shaped as lse, of its dtype.
         grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
             them, too: sl.alibi(t)), and "sink_logits".
         **options: as attention() had them.

@@ -1,4 +1,4 @@
-"""attend(): dense attention of arrays that autograd does not follow, on the engine where they lie."""
+"""attend(): dense attention without autograd, on the engine of the arrays' device."""
 
 from __future__ import annotations
 

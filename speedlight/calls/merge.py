@@ -1,4 +1,4 @@
-"""merge(): attention over several sets of keys, from the attention over each."""
+"""merge(): joins the attention over several disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def merge(outs: Sequence[ArrayOf[T]], lses: Sequence[ArrayOf[V]], /) -> tuple[T,
 def merge(out1: ArrayOf[T], lse1: ArrayOf[V], out2: AnyArray, lse2: AnyArray) -> tuple[T, V]: ...
 @public()
 def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any, Any]:
-    """Attention over several sets of keys, from the attention over each: what shards of a sequence need.
+    """Merges the attention over several disjoint sets of keys into the attention over all of them.
 
     `merge(out1, lse1, out2, lse2)` takes two states, `merge(outs, lses)` lists (or tuples) of any number of them; of an
-    array with the states first, pass `list(outs)`. A state whose lse is -inf saw nothing: it has no say, whatever
-    stands in its output. Where none saw anything, out is 0 and lse -inf. NaN in a state that did see something comes
-    out, as does NaN in an lse; an lse of +inf makes its row NaN. One state alone is copied, its rows that saw nothing
-    as zeros.
+    array with the states first, pass `list(outs)`. A state whose lse is -inf saw no key: its output is
+    ignored. Where no state saw a key, out is 0 and lse -inf. NaN in another state's output, or in an lse, propagates;
+    an lse of +inf makes its row NaN. A single state is copied, with zeros in rows that saw no key.
 
     Args:
         out1, out2, …: (…, n_q, value_dim), the outputs for the same queries over disjoint keys. float32, float64,
@@ -67,7 +66,7 @@ def merge_states(
     base2: bool = False,
     out: tuple[Any, Any] | None = None,
 ) -> tuple[T, V]:
-    """merge() of states that lie in one array, or several, in FlashInfer's order, with its logarithms if so wanted.
+    """Merges states as merge() does, with FlashInfer's order of arguments and dimensions.
 
     Args:
         v: (n, states, heads, value_dim), the outputs for n queries over disjoint keys; or a list or tuple of arrays

@@ -1,4 +1,4 @@
-"""`attention_paged()`: keys and values in pages that are the caller's."""
+"""attention_paged(): attends to keys and values in the caller's pages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def attention_paged(
     engine: Engine | None = None,
     **options: Unpack[PagedOptions],
 ) -> Any:
-    """attention() over keys and values in pages of any size, as serving engines keep them.
+    """Computes attention() over keys and values in pages of any size, as serving engines keep them (PagedAttention).
 
     Args:
         q: (batch, q_heads, q_len, head_dim), or as `layout` says.

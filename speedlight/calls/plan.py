@@ -1,4 +1,4 @@
-"""plan(): the figures of a call that is not made."""
+"""plan(): the cost of a call, without making it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan(
     method: Method = "auto",
     **options: Unpack[AllOptions],
 ) -> Plan:
-    """Returns the figures of attention() with these arguments: FLOPs, bytes, workspace, tiles, and the least time.
+    """Returns the cost of an attention() call before it runs: FLOPs, bytes, workspace, tiles, and the least time.
 
     Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads,
     k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or

@@ -1,4 +1,4 @@
-"""rotary(): positions as rotations of queries and keys."""
+"""rotary(): rotates queries and keys by their positions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rotary(
     layout: Layout = "bhld",
     out: AnyArray | None = None,
 ) -> T:
-    """Rotary positions: pairs (a, b) of every row become (a·cos - b·sin, b·cos + a·sin), by an angle of their token.
+    """Rotates queries or keys by their positions (RoPE): pairs (a, b) become (a·cos - b·sin, b·cos + a·sin).
 
     Args:
         x: queries or keys, (batch, heads, length, head_dim) or as `layout` says, of float32, float64, float16 or

@@ -45,7 +45,7 @@ def attention(
     return_lse: bool = False,
     **options: Unpack[ShardOptions],
 ) -> Any:
-    """speedlight.attention() over a sequence that is sharded over processes; differentiable. All call it together.
+    """Computes speedlight.attention() over a sequence sharded over processes, with gradients. All call it together.
 
     All options say what they would say of the whole sequence in one process: masks and scores see absolute positions,
     lengths and offsets are those of the whole. They are the same in every process, or all raise.

@@ -54,7 +54,7 @@ class _Left(NamedTuple):
 
 
 class KVCache:
-    """A KVCache whose tokens are shared out among ranks, for contexts that one could not hold, or not read as fast.
+    """KV cache whose tokens are spread over ranks, for contexts that one rank cannot hold or read fast enough.
 
     Every rank makes every call, with the same arguments; whatever differs is an error on all ranks. Every rank then has
     the same results, to the bit. Of q, k, v and tables above 64 KiB each, shapes and dtypes are compared, not entries:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 def local_attention(
     *, group: Any = None, batch_dim_idx: int = 0, **options: Unpack[AttentionOptions]
 ) -> Callable[..., Tensor]:
-    """The callable that DeepSpeed's DistributedAttention takes as `local_attention`: it gets all tokens of some heads,
-    and masks, scores and sinks are those of the whole model's heads all the same.
+    """Makes the callable that DeepSpeed's DistributedAttention takes as `local_attention`.
+
+    It gets all tokens of some heads; masks, scores and sinks cover all heads of the model.
 
     Args:
         group: the process group over which heads are exchanged. Default all processes.

@@ -19,7 +19,7 @@ _LARGE = 1 << 18  # bytes of memory that is worth a mapping of its own
 
 
 def shard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous", dim: int) -> torch.Tensor:
-    """This process's part of a tensor that every process has whole. Nothing is sent; gradients flow.
+    """Returns this process's part of a tensor that every process has whole. Nothing is sent; gradients flow.
 
     Args:
         tensor: the whole of it, of any shape.
@@ -48,7 +48,7 @@ def shard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous
 
 
 def unshard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous", dim: int) -> torch.Tensor:
-    """The whole tensor, in every process, of each one's part. What flows back to a part is the sum over all processes.
+    """Joins the parts of all processes to the whole tensor, in each. A part's gradient is the sum over processes.
 
     Args:
         tensor: this process's part; alike in all processes but for its length.

@@ -1,1 +1,1 @@
-"""Masks and scores: their operations, trees, tracing, intervals and patterns. Nothing here knows an engine."""
+"""Masks and scores: their operations, trees, tracing, intervals and patterns, independent of engines."""

@@ -1,4 +1,5 @@
-"""PyTorch's autograd functions in what is traced: they become what they compute, if that has the slopes they say.
+"""Autograd functions of PyTorch in traced functions: replaced by what they compute, if its derivative is the one they
+define.
 
 A symbol cannot go through `Function.apply`, which is not Python; the function's rule for vmap, or its forward, can.
 """

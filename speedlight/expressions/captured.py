@@ -1,4 +1,4 @@
-"""Arrays that a traced function finds outside itself: `array[symbol]` is an entry of a table that reads them there.
+"""Arrays that a traced function captures: `array[symbol]` becomes an entry of a table that reads the array in place.
 
 PyTorch asks symbols what an index of symbols means, so tensors are found wherever they are. NumPy's arrays and lists do
 not ask: where a function captures them (closure, defaults, globals; and functions that it captures), it is traced as a

@@ -1,4 +1,4 @@
-"""Derivatives of scores: what flows back through one, as trees of the same operations (reverse mode).
+"""Derivatives of scores by reverse mode, as trees of the same operations.
 
 With d(s, b, h, i, j) flowing into a score, these flow to the raw score s and to every entry of a table of floats. An
 engine lowers them like the score itself, whose nodes they share.

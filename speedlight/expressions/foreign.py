@@ -1,4 +1,4 @@
-"""Functions of NumPy and PyTorch on symbols: what each of their names means in our operations, and nothing else.
+"""Functions of NumPy and PyTorch on symbols, translated into our operations.
 
 A name is an operation of ours with the same operands, or a rule: a function of `apply(operation, *operands)` and of
 what the library's function was called with. Methods of tensors have the same names, and mean the same.

@@ -1,4 +1,4 @@
-"""The public functions of symbols; of numbers and arrays they are NumPy's."""
+"""Functions of symbols, which are public; on numbers and arrays they are NumPy's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _function(op: str, *operands: Any) -> Any:
 
 
 def minimum(a: Any, b: Any) -> Any:
-    """The lesser of two; NaN if either is.
+    """Lesser of two; NaN if either is.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda b, h, i, j: sl.minimum(i, 9) >= j)
@@ -23,7 +23,7 @@ def minimum(a: Any, b: Any) -> Any:
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """The greater of two; NaN if either is.
+    """Greater of two; NaN if either is.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda b, h, i, j: sl.maximum(i, 9) >= j)
@@ -33,7 +33,7 @@ def maximum(a: Any, b: Any) -> Any:
 
 
 def exp(x: Any) -> Any:
-    """e to the x; at most 2 ulp off, +0 where the result would be subnormal.
+    """Exponential, e to the power x; at most 2 ulp off, +0 where the result would be subnormal.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: sl.exp(s))
@@ -43,7 +43,7 @@ def exp(x: Any) -> Any:
 
 
 def exp2(x: Any) -> Any:
-    """2 to the x; at most 2 ulp off, +0 where the result would be subnormal.
+    """Power of two, 2 to the power x; at most 2 ulp off, +0 where the result would be subnormal.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: sl.exp2(s))
@@ -73,7 +73,7 @@ def log2(x: Any) -> Any:
 
 
 def log1p(x: Any) -> Any:
-    """Natural logarithm of 1 + x, accurate near 0, too; at most 2 ulp off (3 on GPUs).
+    """Natural logarithm of 1 + x, accurate near 0; at most 2 ulp off (3 on GPUs).
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: sl.maximum(s, 0.0) + sl.log1p(sl.exp(-sl.abs(s))))  # softplus
@@ -83,7 +83,7 @@ def log1p(x: Any) -> Any:
 
 
 def expm1(x: Any) -> Any:
-    """e to the x, less 1, accurate near 0, too; at most 2 ulp off (3 on GPUs).
+    """Exponential less 1, accurate near 0; at most 2 ulp off (3 on GPUs).
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: sl.where(s > 0.0, s, sl.expm1(s)))  # ELU
@@ -113,7 +113,7 @@ def sqrt(x: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x)); at most 3 ulp off.
+    """Logistic function, 1 / (1 + exp(-x)); at most 3 ulp off.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: sl.sigmoid(s))
@@ -153,7 +153,7 @@ def tan(x: Any) -> Any:
 
 
 def erf(x: Any) -> Any:
-    """The error function, 2/√π times the integral of exp(-t²) from 0 to x; at most 2 ulp off.
+    """Error function, 2/√π times the integral of exp(-t²) from 0 to x; at most 2 ulp off.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: 0.5 * s * (1.0 + sl.erf(s * 0.5**0.5)))  # GELU
@@ -173,7 +173,7 @@ def abs(x: Any) -> Any:
 
 
 def floor(x: Any) -> Any:
-    """The largest whole number not above x, of x's kind.
+    """Largest whole number not above x, of x's kind.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: sl.floor(s))

@@ -1,4 +1,4 @@
-"""The table of operations: what each takes and gives, computes, bounds, loses to rounding, and its derivative.
+"""Table of operations: operands, result, value, interval, rounding error and derivative of each.
 
 A row is all that is known of an operation outside the engines; cpu/kernels/lower.py and gpu/lower.py add its emission.
 Kinds of values are bool < int < float < double. `int` is int64, and its arithmetic wraps; `float` is what scores are

@@ -21,7 +21,7 @@ _FLOATS = ("float", "double")
 
 
 def causal() -> Expression:
-    """j <= i: no key after the query.
+    """Causal mask, j <= i: hides keys after the query.
 
     >>> import speedlight as sl
     >>> sl.causal()
@@ -31,7 +31,7 @@ def causal() -> Expression:
 
 
 def window(left: int | None, right: int | None = 0) -> Expression:
-    """i - left <= j <= i + right; None means no limit on that side.
+    """Mask of a sliding window, i - left <= j <= i + right; None means no limit on that side.
 
     >>> import speedlight as sl
     >>> sl.window(1024, 0)
@@ -50,7 +50,7 @@ def window(left: int | None, right: int | None = 0) -> Expression:
 
 
 def prefix(n: int) -> Expression:
-    """j < n: the first n keys, for every query. Joined by | to causal(): a prefix language model.
+    """Mask that shows the first n keys to every query: j < n. `causal() | prefix(n)` is a prefix language model.
 
     >>> import speedlight as sl
     >>> sl.causal() | sl.prefix(16)
@@ -61,8 +61,9 @@ def prefix(n: int) -> Expression:
 
 
 def documents(ids: Any) -> Expression:
-    """Query and key in the same document: ids[i] == ids[j], one id per absolute position; or ids[b, i] == ids[b, j], a
-    row for each item of the call.
+    """Mask that shows the keys of the query's own document: ids[i] == ids[j].
+
+    ids: one id per absolute position, or a row of them for each item of the call, (batch, length).
 
     >>> import speedlight as sl
     >>> sl.documents([0, 0, 1, 1]) & sl.causal()
@@ -77,13 +78,13 @@ def documents(ids: Any) -> Expression:
 
 
 def padding(attention_mask: Any) -> Expression:
-    """attention_mask[b, j] != 0: no key where a tokenizer's mask has 0: left, right, or anywhere.
+    """Mask that hides padding, at any place: keys where a tokenizer's attention_mask[b, j] is 0.
 
     Args:
         attention_mask: (batch, k_len) of bool, or of the integers 0 and 1: an array, a tensor or lists. It is copied.
             In a cache keys past its end are visible: the mask of the prompts does for all that is generated.
 
-    Rows that see nothing, as those of left padding under causal(), are 0. No query and no key moves.
+    Rows that see no key, such as left padding under causal(), are 0. No query and no key moves.
 
     >>> import speedlight as sl
     >>> sl.padding([[0, 0, 1, 1], [1, 1, 1, 1]]) & sl.causal()
@@ -114,7 +115,7 @@ def padding(attention_mask: Any) -> Expression:
 
 
 def dilated(k: int) -> Expression:
-    """Every k-th key, counted from the query: (i - j) % k == 0.
+    """Mask that shows every k-th key, counted from the query: (i - j) % k == 0.
 
     >>> import speedlight as sl
     >>> sl.dilated(4)
@@ -125,8 +126,9 @@ def dilated(k: int) -> Expression:
 
 
 def alibi(slopes: Any) -> Expression:
-    """s + slopes[h] · (j - i), one slope per query head: an array, a tensor that may require grad, or a Table whose
-    gradient is wanted.
+    """ALiBi's linear bias, s + slopes[h] · (j - i), with one slope per query head.
+
+    slopes: an array, a tensor that may require grad, or a Table for attention_backward(grads=).
 
     Source: Press et al., Train Short, Test Long (2022).
 
@@ -142,7 +144,7 @@ def alibi(slopes: Any) -> Expression:
 
 
 def softcap(c: Any) -> Expression:
-    """c · tanh(s / c): scores stay within ±c, a number, or a PyTorch tensor of one, which may be learned.
+    """Soft cap, c · tanh(s / c): keeps scores within ±c, a number or a PyTorch tensor of one, which may be learned.
 
     >>> import speedlight as sl
     >>> sl.softcap(30.0)
@@ -168,8 +170,10 @@ def softcap(c: Any) -> Expression:
 
 
 def relative_bias(bias: Any) -> Expression:
-    """s + bias[h, i - j + n - 1] for (q_heads, 2n - 1) distances from -(n - 1) to n - 1: an array, or a Table whose
-    gradient is wanted.
+    """Relative position bias, s + bias[h, i - j + n - 1], with a number for each query head and distance.
+
+    bias: (q_heads, 2n - 1), for distances from -(n - 1) to n - 1: an array, a tensor that may require grad, or a Table
+    for attention_backward(grads=).
 
     >>> import numpy as np, speedlight as sl
     >>> sl.relative_bias(np.zeros((8, 255), np.float32))

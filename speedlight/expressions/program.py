@@ -1,4 +1,4 @@
-"""Programs, which both engines lower: a mask and a score as one list of nodes, whose numbers and tables have slots.
+"""Programs, which both engines lower: a mask and a score as one list of nodes, with slots for numbers and tables.
 
 A program is its structure: two that are equal run in one kernel. Numbers, tables and their lengths are arguments, as
 words of 64 bits.

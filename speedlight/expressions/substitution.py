@@ -1,4 +1,4 @@
-"""Masks and scores over other positions: something else stands where their symbols were."""
+"""Substitution of symbols in masks and scores: by factor · symbol + offset, or by another tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symbols: what a mask or score function is called with. Their operators build the tree.
+"""Symbols: the arguments of a mask or score function. Their operators build the tree.
 
 Two kinds of values meet as the greater (an int and a float meet as a float, as in PyTorch). Python numbers are weak: a
 float is a `float`, and their values are run-time parameters of a kernel, never part of its key.
@@ -128,7 +128,7 @@ def _operator(op: str) -> tuple[Callable[[Symbol, Any], Symbol], Callable[[Symbo
 
 
 class Symbol:
-    """The argument of a mask or score function: every operator of Python numbers builds the tree.
+    """Argument of a mask or score function; Python's operators on it build the expression.
 
     A function that is annotated takes and returns these:
 
@@ -309,7 +309,7 @@ def applied_by_numpy(op: str, *operands: Any) -> Any:
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
-    """`yes` where the condition holds, else `no`.
+    """Chooses `yes` where the condition holds, else `no`.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: sl.where(j < 4, s + 1.0, s))
@@ -328,11 +328,10 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """x as another kind: bool, int (any integer type means int64), float or float32 (what scores are computed in),
-    float64.
+    """Converts x to bool, int (int64, for any integer type), float or float32 (the type of scores), or float64.
 
-    A float becomes an int by dropping its fraction; NaN becomes 0, and what int64 cannot hold its least or greatest
-    number.
+    A float becomes an int by dropping its fraction. NaN becomes 0; a float that int64 cannot hold becomes its least or
+    greatest number.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda s, b, h, i, j: s * sl.cast(j, float))

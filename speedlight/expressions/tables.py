@@ -26,13 +26,13 @@ _RELEASED: Any = object()  # in place of an array
 
 
 class Table:
-    """An array that masks and scores may look up: `t = sl.table(ids)`, then `t[j]` inside a function.
+    """Table that masks and scores look up: `t = sl.table(ids)`, then `t[j]` inside a function.
 
     Args:
         array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is
-            copied, so later changes do not matter; its gradient is what attention_backward(grads=(t,)) gives, or, if
-            it is a tensor that requires grad when a call is made, what speedlight.torch.attention() passes back to it.
-        name: what error messages call it.
+            copied, so later changes have no effect. attention_backward(grads=(t,)) returns its gradient. A tensor that
+            requires grad when a call is made gets its gradient from speedlight.torch.attention().
+        name: its name in error messages.
 
     An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
     come as int64, float16 and bfloat16 as float.

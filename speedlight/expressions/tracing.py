@@ -1,4 +1,4 @@
-"""Masks and scores as expressions: a user's function, called once with symbols, becomes a small tree.
+"""Tracing of masks and scores: a user's function, called once with symbols, becomes a small tree.
 
     mask(b, h, i, j) -> bool        score(s, b, h, i, j) -> s
 

@@ -1,4 +1,4 @@
-"""The tree of a traced mask or score: nodes, their order, and their values in NumPy. It knows no engine.
+"""Tree of a traced mask or score: nodes, their order, and their values in NumPy. It knows no engine.
 
 `evaluate` is the definition of every operation, with the NumPy functions of operations.py: docs/numerics.md.
 """

@@ -1,4 +1,4 @@
-"""Rows of symbols: the entries of a table's row, taken together, as in `(chosen[b, h, i] == j).any()`.
+"""Rows of symbols: the entries of a table's row taken together, as in `(chosen[b, h, i] == j).any()`.
 
 Operations are done entry by entry while a function is traced; a row ends as one number: any, all, sum, dot …
 """

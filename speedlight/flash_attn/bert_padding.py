@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: tokens of a padded batch, packed, and back. Gradients flow."""
+"""Packing of padded batches, and its inverse, as flash_attn.bert_padding has them. Gradients flow."""
 
 from __future__ import annotations
 

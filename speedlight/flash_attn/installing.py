@@ -19,7 +19,7 @@ _before: dict[str, types.ModuleType | None] = {}
 
 
 def install(versions: tuple[int, ...] = (2,)) -> None:
-    """Puts speedlight's calls where code looks for flash_attn, until uninstall(): `import flash_attn` finds them.
+    """Provides speedlight's calls under the name flash_attn, until uninstall(): `import flash_attn` finds them.
 
     Args:
         versions: 2: the modules flash_attn, flash_attn.flash_attn_interface and flash_attn.bert_padding. 3:
@@ -56,7 +56,7 @@ def install(versions: tuple[int, ...] = (2,)) -> None:
 
 
 def uninstall() -> None:
-    """Takes away what install() put there, and puts back what was there before. Does nothing without it.
+    """Removes what install() provided, and restores what was there before. Does nothing without install().
 
     >>> import speedlight.flash_attn
     >>> speedlight.flash_attn.uninstall()

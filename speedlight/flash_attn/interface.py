@@ -26,7 +26,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attends as flash-attn 2's flash_attn_func does; on the CPU, too, in float32 and float64, too, of any head dim.
+    """Attends as flash-attn 2's flash_attn_func does, also on the CPU, in float32 and float64, and for any head dim.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
@@ -244,7 +244,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Puts new tokens into a cache in place, then attends, as flash-attn 2's flash_attn_with_kvcache does.
+    """Appends new tokens to a cache in place, then attends, as flash-attn 2's flash_attn_with_kvcache does.
 
     Args:
         q: (batch, seqlen, nheads, headdim). The last query is at the last key.

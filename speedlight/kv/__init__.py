@@ -1,1 +1,1 @@
-"""Caches of keys and values: accounts, locks, roll-back and files. Memory layouts and devices are the engines'."""
+"""Caches of keys and values: accounts, locks, rollback and files. Engines own memory layouts and devices."""

@@ -1,6 +1,6 @@
-"""Key-value caches: append, attend to what is stored, never lose anything when a call fails.
+"""Key-value caches: appending, attending, and rollback when a call fails.
 
-Lengths, claims, roll-back and files are here, for every device; an engine's storage keeps the tokens.
+Lengths, claims, rollback and files are here, for every device; an engine's storage keeps the tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """The keys and values of every layer, for a batch of sequences that grow.
+    """KV cache: the keys and values of every layer, for a batch of sequences that grow.
 
     Memory is reserved for `capacity` tokens and used as tokens come. A layer of one item may be attended to by several
     threads; appends to a layer exclude each other.
@@ -64,8 +64,8 @@ class KVCache:
             int8, or float8_e4m3fn ("fp8"). A cache of codes takes and returns float32, float16 or bfloat16.
         value_dim: elements of a value. Default head_dim.
         window: a token sees itself and the window - 1 tokens before it, as with sl.window(window - 1, 0); older
-            ones are forgotten.
-        keep_first: … but the first tokens of a sequence stay visible to all (attention sinks), as with
+            tokens are dropped.
+        keep_first: number of first tokens that stay visible beside the window (attention sinks), as with
             sl.prefix(keep_first).
         device: where it lies. On "cuda" (or "cuda:0", …) keys, values and lengths stay on that GPU; calls take its
             tensors and only enqueue work. A step may be captured in a CUDA graph: then only the device knows the
@@ -124,7 +124,7 @@ class KVCache:
 
     @property
     def device(self) -> Any:
-        """The place of its memory: "cpu", or a torch.device."""
+        """Device of its memory: "cpu", or a torch.device."""
         return self._storage.device
 
     @property
@@ -155,15 +155,15 @@ class KVCache:
         return self._now()[self._layer(layer)][0][check_index("item", item, self.batch)]
 
     def keys(self, layer: int) -> Any:
-        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of codes, codes · scales in
-        float32.
+        """Copy of a layer's keys, (batch, kv_heads, longest, head_dim), with zeros past a sequence's length. Of codes,
+        codes · scales in float32.
 
         With a window: the tokens that the next one would see, in order. A NumPy array, or a tensor of the device.
         """
         return self._copied(layer, "keys")
 
     def values(self, layer: int) -> Any:
-        """A copy: (batch, kv_heads, longest, value_dim); as keys()."""
+        """Copy of a layer's values, (batch, kv_heads, longest, value_dim), as keys()."""
         return self._copied(layer, "values")
 
     def _copied(self, layer: int, part: str) -> Any:
@@ -359,7 +359,7 @@ class KVCache:
         shorten(self, lambda: truncated(length, self._now(), self._ring))
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
-        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.
+        """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
 
         For trees of speculated tokens: append them all, attend under a mask that is the tree, and keep the path that is
         right. The cache is then, to the bit, as if only that path had been appended.
@@ -392,7 +392,7 @@ class KVCache:
         shorten(self, lambda: Left([0] * self.batch))  # without asking a device for its lengths
 
     def copy(self) -> KVCache:
-        """An independent cache with the same content."""
+        """Makes an independent cache with the same content."""
         return self.select(range(self.batch))
 
     __copy__ = copy

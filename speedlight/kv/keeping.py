@@ -1,4 +1,4 @@
-"""truncate() and keep(): the tokens that sequences are left with, which of them move, and the change itself."""
+"""truncate() and keep(): which tokens of a sequence stay, which of them move, and the change itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A pool of pages for many sequences: handed out, shared, copied on the first write, returned; batches are packed.
+"""Pool of pages for many sequences: allocation, sharing, copy-on-write and release; batches are packed.
 
-Which page is whose, claims and roll-back are here, for every device; an engine's storage keeps the tokens.
+Owners of pages, claims and rollback are here, for every device; an engine's storage keeps the tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _numbers = itertools.count()  # of sequences, of whichever pool: none is given t
 
 
 class PagePool:
-    """Memory for the keys and values of many sequences, in pages that hold `page_size` tokens of all layers.
+    """Pool of KV-cache pages for many sequences (PagedAttention); a page holds `page_size` tokens of all layers.
 
     Args:
         layers: number of layers.
@@ -195,7 +195,7 @@ class PagePool:
     # --- sequences
 
     def sequence(self) -> PagedSequence:
-        """A new sequence, without tokens. Its pages return when it is freed, or when nobody has it any more."""
+        """Makes a new sequence, without tokens. Its pages return when it is freed or deleted."""
         self._release_gone()
         return self._add(Held([], self._storage.new_table(), [0] * self.layers))
 

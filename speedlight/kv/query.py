@@ -1,4 +1,4 @@
-"""Arguments of a call of a cache or pool, checked."""
+"""Checks of the arguments of a call to a cache or pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of calls on a storage: piece by piece, as they were prepared before, and of packed sequences."""
+"""Runs calls on a storage: piece by piece, from prepared calls, and for packed sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KVCache in a .safetensors file: its sizes as words, lengths, and keys and values of every layer, token by token."""
+"""Files of a KVCache (.safetensors): its sizes, lengths, and the keys and values of each layer, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handle of a sequence in a pool."""
+"""Handle of a sequence in a pool."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .keeping import keep_in_pages
 
 
 class PagedSequence:
-    """A sequence of a PagePool: a handle that ends with free(), where a `with` block ends, or when nobody has it.
+    """Handle of a sequence in a PagePool, which ends with free(), with a `with` block, or when Python deletes it.
 
-    Its pages are then free for others; of pages that are shared with a fork, those that only it held.
+    Its pages are free then, except those that a fork still holds.
 
     >>> import numpy as np, speedlight as sl
     >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
@@ -55,11 +55,11 @@ class PagedSequence:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """The pages it holds, in order."""
+        """Pages that it holds, in order."""
         return tuple(self.pool._of(self).pages)
 
     def fork(self) -> PagedSequence:
-        """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
+        """Makes another sequence of the same tokens. Pages are shared until one of the two writes to them."""
         return self.pool._fork(self)
 
     def __copy__(self) -> PagedSequence:
@@ -75,7 +75,7 @@ class PagedSequence:
         self.pool._shorten(self, integer("length", length))
 
     def keep(self, indices: Any, *, start: int) -> None:
-        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.
+        """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
 
         As KVCache.keep() does it; pages that hold no tokens then are returned.
 
@@ -97,7 +97,7 @@ class PagedSequence:
         keep_in_pages(self.pool, self, indices, start)
 
     def free(self) -> None:
-        """Returns its pages. The handle is of no use afterwards."""
+        """Returns its pages to the pool. The handle cannot be used afterwards."""
         self.pool._shorten(self, None)
 
     def save(self, path: str | Path) -> None:
@@ -116,9 +116,9 @@ class PagedSequence:
         self.pool._save(self, path)
 
     def keys(self, layer: int) -> Any:
-        """A copy: (kv_heads, length, head_dim). Of codes, codes · scales in float32."""
+        """Copy of a layer's keys, (kv_heads, length, head_dim). Of codes, codes · scales in float32."""
         return self.pool._tokens(self, layer, "keys")
 
     def values(self, layer: int) -> Any:
-        """A copy: (kv_heads, length, value_dim)."""
+        """Copy of a layer's values, (kv_heads, length, value_dim)."""
         return self.pool._tokens(self, layer, "values")

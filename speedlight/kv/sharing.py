@@ -1,4 +1,4 @@
-"""Pages that several sequences hold: which are copied before one of them writes, and what it holds then."""
+"""Sharing of pages between sequences: which pages are copied before a write, and what the writer holds afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of a cache or a pool: one writer at a time, and all of a change or nothing."""
+"""Transactions on a cache or pool: one writer at a time, and all of a change or nothing."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Options and arrays of a call, checked and joined to a `Problem`; its tiles, its work, its plan."""
+"""Problems: the checked options and arrays of a call, with its tiles, work and plan."""

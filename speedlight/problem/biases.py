@@ -1,4 +1,4 @@
-"""Biases: dense arrays that scores add and whose gradients are asked for."""
+"""Biases: dense arrays that are added to scores and have gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of pages and of block tables: which pages hold a sequence, in order."""
+"""Checks of pages and of block tables, which list the pages of a sequence in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a call's arrays, or sizes, and its options to the problem that they state. checks.py has the single checks."""
+"""Builds the Problem of a call from its arrays (or sizes) and options. checks.py has the single checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of single arguments, and what their messages say. Kernels trust these and nobody else."""
+"""Checks of single arguments, with their error messages. Kernels rely on these checks alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Requests for gradients: a problem, and arrays and names that go with it, checked in one place; and what of
-a call PyTorch's autograd follows.
+"""Requests for gradients: the checks of a backward call's arrays and names, and the tensors of a call that PyTorch's
+autograd records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Some rows against some keys of a sequence: the problem that they state, and which of the keys those rows may see.
+"""Parts of the keys of a sequence: the problem of some rows against them, and which of them those rows may see.
 
 Pure: it knows positions and problems; no tensors and no processes.
 """

@@ -1,4 +1,4 @@
-"""Operands of a call, whichever engine takes it: where queries, outputs, keys and values lie. Strides are in bytes."""
+"""Operands of a call, for any engine: addresses and strides (in bytes) of queries, outputs, keys and values."""
 
 from __future__ import annotations
 

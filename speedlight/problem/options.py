@@ -1,4 +1,4 @@
-"""The list of options: the type, the default and a line of documentation of each; and the types of arguments.
+"""List of options: the type, default and documentation of each, and the types of arguments.
 
 Public calls take `**options` of one of these dicts. `public` gives them the signature, the documentation and the errors
 of an argument that they lack. problem.Options holds the values of a call.
@@ -68,7 +68,7 @@ class ScoreOptions(TypedDict, total=False):
     """Options of every call, over ranks, too: `name: Annotated["type", default, "documentation"]`."""
 
     mask: Annotated["Mask | None", None, "keys that a query sees: a function (b, h, i, j) -> bool, a pattern, …"]
-    score: Annotated["Scores | None", None, "what becomes of a score: a function (s, b, h, i, j) -> s, a pattern, …"]
+    score: Annotated["Scores | None", None, "how scores change: a function (s, b, h, i, j) -> s, a pattern, …"]
     sink_logits: Annotated["Sinks | None", None, "a score per query head that joins the softmax's denominator alone."]
     scale: Annotated["float | None", None, "factor of the scores. Default 1/sqrt(head_dim)."]
 

@@ -1,4 +1,4 @@
-"""Which weights dropout drops: Philox 4x32-10, in NumPy. Random numbers are counted, not drawn one after another.
+"""Random numbers of dropout: Philox 4x32-10 in NumPy. A weight's position determines its number.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). Engines emit the same:
 cpu/language/philox.py, gpu/dropping.py.

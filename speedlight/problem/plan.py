@@ -1,4 +1,4 @@
-"""Plans: the figures of a call before it runs, and how they print. Pure functions."""
+"""Plans: the cost of a call before it runs, and its printed table. Pure functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Roofs(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The figures of a call, known before it runs. `print(plan)` shows them as a table.
+    """Cost of a call, known before it runs. `print(plan)` shows it as a table.
 
     FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed:
     `mixed_flops` under the mask, `full_flops` without, of those keys of mixed tiles, too, that all rows of a panel see.

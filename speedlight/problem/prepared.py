@@ -1,4 +1,4 @@
-"""Prepared: a call that was checked and prepared once, and runs again for arrays of the same form at other addresses.
+"""Prepared calls: checked once, and run again for arrays of the same form at other addresses.
 
 It depends on what its key says: shapes, strides, dtypes and kind of the arrays; every option, by exact type and bits,
 but for the seed; mask and score, by what they compute, arrays among them by their form; and what whoever keeps it adds

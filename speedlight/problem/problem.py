@@ -1,4 +1,4 @@
-"""A call as data: its options, the problem they state, and the sizes that fix bits."""
+"""Problem: a call as data, with its options and the sizes that fix bits."""
 
 from __future__ import annotations
 

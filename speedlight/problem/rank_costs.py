@@ -20,7 +20,7 @@ from .shardings import Runs, Shard, cut, tokens, whole_of
 
 
 class Link(NamedTuple):
-    """Between a rank and the others, both ways at once."""
+    """Link between a rank and the others, in both directions at once."""
 
     bandwidth: float  # bytes per second
     latency: float  # seconds until the first byte is there
@@ -39,7 +39,7 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """One method on one sharding; tuples have an entry for each rank.
+    """Cost of one method on one sharding; tuples have an entry for each rank.
 
     seconds: until the rank has its results; compute_seconds: of them computing. bytes_sent: by the rank.
     memory_bytes: beyond its shards of q, k, v and its results. mesh: (ring, ulysses) of method "mesh".

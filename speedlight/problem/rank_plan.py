@@ -1,4 +1,4 @@
-"""Plans of attention over several ranks, before anything runs: every way and sharding that can do it."""
+"""Plans of attention over several ranks: every method and sharding that can run a call."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def asked_ranks(ranks: Any, link_bandwidth: Any, latency: Any, shard: Any, metho
 
 @dataclass(frozen=True)
 class Spread:
-    """A call over several ranks: the way that was asked for, or the fastest, and the others beside it.
+    """Cost of a call over several ranks: of the method asked for, or the fastest, and of the others.
 
     ways: every method and sharding that can do it, the fastest first. alone_seconds: of one rank with all of it.
     assumed: whether the link is nobody's, but a guess (100 Gbit/s, 10 µs).

@@ -1,4 +1,4 @@
-"""Results of calls: made here, written by kernels, and returned as the caller's library has arrays."""
+"""Results of calls: allocated here, written by kernels, and returned as arrays of the caller's library."""
 
 from __future__ import annotations
 

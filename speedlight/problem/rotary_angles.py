@@ -1,4 +1,4 @@
-"""Angles of rotary positions: the cosines and sines of every token, checked."""
+"""Angles of rotary positions: checks and computes the cosines and sines of every token."""
 
 from __future__ import annotations
 

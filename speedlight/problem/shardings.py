@@ -1,4 +1,4 @@
-"""Which positions of a sequence each process holds. Pure: neither PyTorch nor NumPy.
+"""Shardings: the positions of a sequence that each process holds. Pure: neither PyTorch nor NumPy.
 
 A *run* is a `range` of positions; a process holds its runs one after another, in this order:
 
@@ -24,7 +24,7 @@ SHARDS: tuple[Shard, ...] = ("contiguous", "zigzag", "stripe")
 
 
 def positions(length: int, ranks: int, shard: Shard = "contiguous") -> tuple[Runs, ...]:
-    """Which positions of a sequence each process of a group holds.
+    """Returns the positions of a sequence that each process of a group holds.
 
     Args:
         length: of the whole sequence. What does not divide goes to the first chunks, one more each; of a sequence that

@@ -1,4 +1,4 @@
-"""Panels of query rows against tiles of keys: which of them a mask hides, shows or cuts, and how many pairs are seen.
+"""Tiles of a problem: which panels of queries and tiles of keys a mask hides, shows or cuts, and the visible pairs.
 
 A panel is a run of query rows; a tile is TILE keys; a tile that is neither hidden nor visible as a whole is trimmed to
 parts of PART keys. Squares of panels and tiles are halved until they are hidden or visible, or single, so that time and

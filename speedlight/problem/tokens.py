@@ -1,4 +1,4 @@
-"""Storage descriptions that caches and pools give the engines: a token's shape, pieces of a chunk, a packed batch."""
+"""Storage descriptions from caches and pools for engines: a token's shape, pieces of a chunk, a packed batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache with a window: which tokens it still has, where they lie, and the mask that hides the others."""
+"""Windows of caches: which tokens a cache still has, where they lie, and the mask that hides the others."""
 
 from __future__ import annotations
 

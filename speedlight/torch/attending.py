@@ -49,8 +49,7 @@ def attention(
     return_lse: bool = False,
     **options: Unpack[AllOptions],
 ) -> Any:
-    """speedlight.attention() of PyTorch's tensors, differentiable: in memory that does not grow with the square of the
-    length, forwards and backwards.
+    """Computes speedlight.attention() of PyTorch tensors with autograd, in memory linear in the length.
 
     Args:
         q, k, v: (batch, heads, length, head_dim) tensors on the CPU, as for speedlight.attention(); any strides.

@@ -222,7 +222,7 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> flex.BlockMask:
-    """Makes what torch.nn.attention.flex_attention.create_block_mask does, without a Q_LEN x KV_LEN tensor.
+    """Makes a block mask as torch.nn.attention.flex_attention.create_block_mask does, without a Q_LEN x KV_LEN tensor.
 
     What a block shows is told from the ends of its positions; only a block of which they do not tell is looked at
     entry by entry.

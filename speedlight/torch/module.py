@@ -93,7 +93,7 @@ def _check_pair(rotation: Any) -> Any:
 
 
 class Attention(nn.Module):
-    """Attention with its projections: grouped heads, rotary positions, windows, sinks, dropout, a key-value cache.
+    """Attention layer with projections, grouped heads, rotary positions, windows, sinks, dropout and a key-value cache.
 
     Parameters are named as transformers' LlamaAttention names them (q_proj, k_proj, v_proj, o_proj), whose state_dict
     loads as it is; load_multihead() takes nn.MultiheadAttention's, and multihead_state() gives them back. forward() is

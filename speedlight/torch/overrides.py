@@ -44,7 +44,7 @@ _originals: dict[str, Any] = {}
 
 
 def sdpa(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Computes this thread's attention of PyTorch's by speedlight while inside, whatever model calls it.
+    """Lets speedlight compute this thread's PyTorch attention while inside, for any model.
 
     Taken are F.scaled_dot_product_attention on the CPU with all its options (so nn.MultiheadAttention,
     nn.Transformer and other people's models, in training and out of it), the fast path of nn.MultiheadAttention and
@@ -76,7 +76,7 @@ def _enter(enabled: bool) -> Iterator[None]:
 
 
 def patch() -> None:
-    """Enters sdpa() for every thread of the process, until unpatch(); of nested calls the outer ones count.
+    """Enters sdpa() for every thread of the process, until unpatch(). Of nested calls the outer ones count.
 
     Graphs that torch.compile made before are made anew.
 
@@ -109,7 +109,7 @@ def unpatch() -> None:
 
 
 def report(reset: bool = False) -> Report:
-    """Returns what sdpa() and patch() took so far, in the whole process, and what they left to PyTorch and why.
+    """Returns which calls sdpa() and patch() took in the whole process, and which they left to PyTorch and why.
 
     Args:
         reset: begin anew after it.

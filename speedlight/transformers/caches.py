@@ -301,7 +301,7 @@ class Layer(theirs.CacheLayerMixin):
 
 
 class Cache(theirs.DynamicCache):
-    """A transformers cache whose layers are KVCaches: a token is appended in place, and attention reads it there.
+    """KV cache for transformers whose layers are KVCaches: tokens are appended and read in place.
 
     Pass one as past_key_values, to a model or to generate(), with `attn_implementation="speedlight"`; any other
     implementation gets copies. Sliding layers are rings, whose memory does not grow; beams, crop() and assisted

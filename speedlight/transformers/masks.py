@@ -43,7 +43,7 @@ class _Pattern(NamedTuple):
 
 
 class MaskSpec:
-    """A mask as attention_mask() gives it to a model, which hands it on to attention_forward().
+    """Mask that attention_mask() gives to a model, which passes it on to attention_forward().
 
     It is what a tensor of shape (batch, 1, q_len, k_len) would say, and becomes that tensor where a model computes with
     it. Positions count from a sequence's first token: of the queries from q_offset on, of the keys from kv_offset on.

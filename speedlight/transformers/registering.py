@@ -29,7 +29,7 @@ _replaced: dict[str, Any] = {}  # transformers' own "sdpa"
 
 
 def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> None:
-    """Makes `attn_implementation="speedlight"` a choice for every model of transformers in this process.
+    """Registers `attn_implementation="speedlight"` for every model of transformers in this process.
 
     Args:
         replace_sdpa: "sdpa" is computed here, too, with the masks that transformers makes for it: what continuous
@@ -67,7 +67,7 @@ def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> Non
 
 
 def unregister() -> None:
-    """Gives "sdpa" back, if register() took it. "speedlight" stays: models that were made with it need it."""
+    """Restores "sdpa", if register() replaced it. "speedlight" stays, since models that were made with it need it."""
     from transformers.modeling_utils import AttentionInterface
 
     if _replaced:

@@ -53,7 +53,7 @@ def table() -> str:
         refused = " ".join(f"{names[way]}: {way}" for way in ways)
         if ignored or refused:
             rows.append(f"| {x.name} | {tested} | {ignored} | {refused} |")
-    return "\n".join(["", "Made from the adapters' own tables (`speedlight.adapting.Library`).", "", *rows, "", ""])
+    return "\n".join(["", "Rows come from the adapters' tables (`speedlight.adapting.Library`).", "", *rows, "", ""])
 
 
 def written(page: str) -> str:

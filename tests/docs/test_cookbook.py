@@ -9,9 +9,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from tolerance import assert_within, flat, plain
 
+import speedlight as sl
+import speedlight.torch
 from speedlight import reference
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
@@ -70,6 +73,18 @@ def beams(names):
     return names["q_new"], *(np.concatenate([x, names[f"{n}_new"]], 2) for x, n in ((k, "k"), (v, "v")))
 
 
+def ragged(names):
+    """The last token of each prompt, at its own place, of rotated queries and keys."""
+    q, k = (sl.rotary(names[x]) for x in "qk")
+    return np.stack([q[0, :, 90:91], q[1, :, 50:51]]), k, names["v"]
+
+
+def grouped(heads, names):
+    """Fewer heads of keys and values."""
+    q, k, v = part(names)
+    return q, k[:, :heads], v[:, :heads]
+
+
 GUESSES = tree(80, [0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5])
 IDS = np.repeat([0, 1, 2], [40, 8, 48])
 DOCUMENTS = CAUSAL & (IDS[:, None] == IDS)
@@ -77,12 +92,24 @@ WINDOW = CAUSAL & (ROW - KEY < 24)
 REST = functools.partial(part, rows=slice(80, None))
 FIRST = functools.partial(part, items=slice(1))
 TEXTS = functools.partial(part, rows=slice(40))
+LAST = functools.partial(part, rows=slice(95, None))
 SIX = functools.partial(part, rows=slice(80, 86), keys=slice(86))
 ALIBI = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None] * np.float32(KEY - ROW)
 
 # of each recipe, what its variables hold: which arrays, and options of the reference, or how they follow from the names
 EXPECTED = {
     "SDPA swap": {"out": (part, {"mask": CAUSAL})},
+    "Ragged prompts": {"out": (ragged, {"mask": np.where(ITEM, 50, 90) >= KEY})},
+    "Learned bias": {
+        "out": (part, lambda names: {"mask": CAUSAL, "score": plain(names["layer"].bias)[:, ROW - KEY + 95]})
+    },
+    "GQA and MQA": {
+        "out": (functools.partial(grouped, 2), {"mask": CAUSAL}),
+        "also": (functools.partial(grouped, 1), {"mask": CAUSAL}),
+    },
+    "Two machines": {"out": (LAST, {})},
+    "Reproducible results": {"out": (part, {"mask": CAUSAL, "dropout": 0.1, "seed": 7}), "same": "out"},
+    "In a notebook": {"out": (part, {"mask": WINDOW})},
     "Sliding window": {"out": (part, {"mask": WINDOW}), "same": "out"},
     "Packing": {"out": (FIRST, {"mask": DOCUMENTS}), "also": (part, {"mask": DOCUMENTS})},
     "Padding on the right": {"out": (part, {"mask": CAUSAL & (np.maximum(ROW, KEY) < np.where(ITEM, 60, 96))})},
@@ -115,6 +142,10 @@ EXPECTED = {
 }  # fmt: skip
 
 
+# recipes with a test of their own, below
+APART = ("Accuracy of int8 and float8", "Continuous batching", "Generate with our cache", "nanoGPT")
+
+
 def run(title):
     """The names that a recipe leaves."""
     names: dict = {}
@@ -135,7 +166,7 @@ def expected(names, arrays, options, packed):
 
 def test_every_recipe_is_expected():
     titles = [x.split("\n")[0] for x in RECIPES[1:]]
-    assert sorted(titles) == sorted([*EXPECTED, "Continuous batching"]) and len(set(titles)) == len(titles)
+    assert sorted(titles) == sorted([*EXPECTED, *APART]) and len(set(titles)) == len(titles)
 
 
 @pytest.mark.parametrize("title", EXPECTED)
@@ -158,6 +189,39 @@ def test_continuous_batching():
         mask = CAUSAL[queries, : queries.stop]
         assert_within(names["out"][at], *expected(names, some, {"mask": mask}, packed=True))
     assert names["pool"].free_pages == 32 - 2 - 2 and names["b"].length() == 22
+
+
+def test_nanogpt_trains_as_with_pytorch():
+    """The same losses step by step, and every call is taken."""
+    speedlight.torch.report(reset=True)
+    ours = run("nanoGPT")["losses"]
+    assert "taken  5  scaled_dot_product_attention" in str(speedlight.torch.report(reset=True))
+    recipe = next(x for x in RECIPES if x.startswith("nanoGPT\n"))
+    names: dict = {}
+    exec(CODE.findall(recipe)[0].replace("speedlight.torch.sdpa()", "speedlight.torch.sdpa(False)"), names)
+    np.testing.assert_allclose(ours, names["losses"], rtol=1e-4)
+    assert ours[-1] < ours[0] - 0.1
+
+
+def test_generate_gives_the_tokens_of_pytorch():
+    names = run("Generate with our cache")
+    assert names["cache"].get_seq_length() == 27  # the last token needs no step
+    model = names["model"]
+    model.set_attn_implementation("sdpa")
+    want = model.generate(names["tokens"], max_new_tokens=8, do_sample=False)
+    assert torch.equal(names["text"], want) and names["text"].shape == (2, 28)
+
+
+def test_accuracy_of_codes_is_what_the_recipe_prints(capsys):
+    """Against the reference in float64, over the codes' own numbers."""
+    names = run("Accuracy of int8 and float8")
+    said = re.search(r"RMS error of the output\"\)  # (.*)", PAGE)[1].split(", ")
+    assert [x.split(" RMS")[0] for x in capsys.readouterr().out.splitlines()] == said
+    exact = reference.attention(*part(names), mask=CAUSAL)
+    for dtype, error in names["errors"].items():
+        k, v = (codes * scales for codes, scales in (reference.quantise(names[x], dtype) for x in "kv"))
+        off = reference.attention(names["q"], k, v, mask=CAUSAL) - exact
+        assert abs(error - np.sqrt((off**2).mean() / (exact**2).mean())) < 1e-5
 
 
 def test_what_a_tree_keeps_is_the_path_that_was_right():

@@ -265,19 +265,19 @@ def _names() -> list[str]:
 def page() -> str:
     """docs/mistakes.md."""
     lines = [
-        "# What newcomers write, and what they are told",
+        "# Mistakes and answers",
         "",
-        "Each row runs as a test; the error that comes has the words on the right, and more of them.",
-        "`tests/docs/test_mistakes.py` has the table, and writes this page.",
+        "The left column is a call with a mistake; the right column has the words of its error that name the way out.",
+        "Each row runs as a test. `tests/docs/test_mistakes.py` holds the table and writes this page.",
         "",
-        "What the rows speak of:",
+        "The rows use these names:",
         "",
         "```python",
         *_names(),
         "```",
     ]
     for section, rows in MISTAKES.items():
-        lines += ["", f"## {section}", "", "| written | told |", "|---|---|"]
+        lines += ["", f"## {section}", "", "| written | error says |", "|---|---|"]
         lines += [f"| `{x[0]}` | {' … '.join(f'`{y}`' for y in x[2:])} |" for x in map(_escaped, rows)]
     return "\n".join(lines) + "\n"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -318,3 +319,18 @@ def test_every_public_member_has_a_docstring():
             assert not {n for n, x in members.items() if not x.__doc__}, name
             classes += 1
     assert classes > 10
+
+
+@pytest.mark.parametrize("name", ["api.md", "api-adapters.md"])
+def test_summaries_are_the_first_sentences_of_docstrings(name):
+    """A page has a row for each name that it shows, before the signatures."""
+    page = (DOCS / name).read_text()
+    rows = dict(re.findall(r"^\| \[`\w+`\]\(#([\w.]+)\) .*\| (.*) \|$", page, re.MULTILINE))
+    without = {"speedlight.reference", "speedlight.adapting", "speedlight.onnx"}  # which list their members
+    without |= {"speedlight.MaskFunction", "speedlight.ScoreFunction"}  # types
+    assert len(rows) > 30 and set(rows) == set(re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)) - without
+    for shown, row in rows.items():
+        module, _, own = shown.rpartition(".")
+        text = inspect.cleandoc(getattr(importlib.import_module(module), own).__doc__)
+        sentence = re.match(r".*?[.!](?= [A-Z\d`\"]|$)", " ".join(text.split("\n\n")[0].split()))
+        assert sentence and row.replace("\\|", "|") == sentence[0], shown

@@ -43,7 +43,7 @@ _warned = False
 
 
 def set_threads(n: int | None) -> None:
-    """Uses up to `n` threads from now on, in this process; None goes back to SPEEDLIGHT_THREADS or every CPU.
+    """Sets the largest number of threads of a call in this process; None restores SPEEDLIGHT_THREADS or every CPU.
 
     A call never runs on more threads than there are CPUs that the process may use at that time.
 
@@ -62,8 +62,9 @@ def set_threads(n: int | None) -> None:
 
 
 def get_threads() -> int:
-    """Returns how many threads a call may use now: set_threads, else SPEEDLIGHT_THREADS, but no more than the CPUs that
-    this process may use.
+    """Returns how many threads a call may use now.
+
+    That is the number of set_threads(), else SPEEDLIGHT_THREADS, and at most the CPUs that this process may use.
 
     >>> import speedlight as sl
     >>> sl.get_threads() >= 1
