@@ -7,7 +7,7 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-lowest test-all coverage docs gallery scaling mutations bench readme package check-arm gpu-check gpu clean
+.PHONY: demo test test-lowest test-all coverage docs gallery scaling mutations bench readme package check-arm check-amx gpu-check gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
@@ -101,6 +101,10 @@ package: $(VENV)/.package
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test
 	SPEEDLIGHT_ISA=avx2 $(RUN) tests/arm/check.py
+
+# tile registers against the same arithmetic by vectors: on a CPU with AMX
+check-amx: $(VENV)/.test
+	$(RUN) tests/amx/check.py
 
 GPU_TESTS := $(filter-out tests/gpu/test_gpu_ahead.py,$(wildcard tests/*/test_gpu*.py tests/*/*/test_gpu*.py))
 

@@ -129,7 +129,6 @@ def host_isas() -> tuple[Isa, ...]:
     return tuple(i for i in runnable_isas() if not i.asked)
 
 
-@functools.cache
 def runnable_isas() -> tuple[Isa, ...]:
     """The levels this machine can run."""
     arch = host_arch()

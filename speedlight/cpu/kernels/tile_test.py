@@ -25,11 +25,11 @@ class TileTestShape:
 
 
 def tile_test_module(s: TileTestShape, symbol: str) -> Module:
-    """Writes symbol(memory), of tiles A, B, C, and C + A·B by tile registers and by vectors."""
+    """Writes symbol(memory), of tiles A, B, C, and C + A·B as the unit has it, and by vectors."""
     module = Module(symbol)
     k = module.function(symbol, {"memory": PTR}, public=True)
-    row = k.i64(64)
-    for n, unit in enumerate((Amx(), Software(module))):
+    row, vectors = k.i64(64), Software(module)
+    for n, unit in enumerate((Amx() if s.isa.has_tiles else vectors, vectors)):
         with unit.configured(k):
             for at, register in enumerate((4, 6, 0)):
                 unit.load(k, register, k.at(k.p["memory"], at * TILE_BYTES), row)
