@@ -31,7 +31,7 @@ from speedlight.gpu.keys import Keys, arrays_of
 from speedlight.gpu.launch import Launch
 from speedlight.gpu.paging import storing
 from speedlight.gpu.prepare import Part
-from speedlight.gpu.rows import Destination, Rows, Tokens, cache_type
+from speedlight.gpu.rows import Destination, Rows, Tokens, cache_type, paged_keys
 from speedlight.gpu.schedule import schedule
 from speedlight.gpu.sequence import RECOMPUTE
 from speedlight.gpu.uploads import uploads_of
@@ -234,10 +234,8 @@ def _keys(case: Case, d: int, value_dim: int) -> Keys:
     k, v = (torch.empty((*shape, x), dtype=stored, device="meta") for x in (d, value_dim))
     keys = arrays_of(k, v, "bhld")
     if case.paged:
-        keys = Keys(k, v, (k.stride(0), k.stride(2), k.stride(1), 1), (v.stride(0), v.stride(2), v.stride(1), 1))
-        keys.pages, keys.page_size, keys.page_count = torch.zeros((1, 256), dtype=torch.int32), 16, 256
-        keys.lengths, keys.status = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
-        keys.most = 4096
+        table, lengths = torch.zeros((1, 256), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        keys = paged_keys((k, v), table, lengths, 4096, False)
     if case.codes:
         keys.k_scales = keys.v_scales = torch.zeros(shape).permute(0, 2, 1)
     return keys

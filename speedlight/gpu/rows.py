@@ -15,7 +15,7 @@ from ..host.machine import interpreting
 from ..problem.tokens import TokenShape
 from .append import store
 from .keys import Keys
-from .launch import Launch, named_strides
+from .launch import Launch, named_strides, status_of
 from .schedule import power_above
 
 
@@ -176,3 +176,13 @@ class Rows:
         arguments |= named_strides("K", self.k.stride()) | named_strides("V", self.v.stride())
         arguments |= named_strides("S", scales)
         return Launch(store, (n_new if to.after is None else max(n_new, 1), batch), arguments, 4, 1)
+
+
+def paged_keys(
+    pages: tuple[torch.Tensor, ...], table: torch.Tensor, lengths: torch.Tensor | None, most: int, placed: bool
+) -> Keys:
+    """Keys and values in pages of the caller's, (pages, page_size, heads, dim)."""
+    (count, size, *_), status = pages[0].shape, status_of(pages[0].device)
+    return Rows.over(pages).keys(
+        pages=table, page_size=size, page_count=count, lengths=lengths, status=status, most=most, placed=placed
+    )
