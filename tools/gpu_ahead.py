@@ -27,9 +27,8 @@ from speedlight.arrays.memory import Array
 from speedlight.expressions.patterns import documents, softcap
 from speedlight.expressions.tracing import expression
 from speedlight.gpu.joining import Ending, Found, State, joining
-from speedlight.gpu.keys import Keys, arrays_of
+from speedlight.gpu.keys import Keys, arrays_of, axes
 from speedlight.gpu.launch import Launch
-from speedlight.gpu.paging import storing
 from speedlight.gpu.prepare import Part
 from speedlight.gpu.rows import Destination, Rows, Tokens, cache_type, paged_keys
 from speedlight.gpu.schedule import schedule
@@ -184,9 +183,12 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as codes."""
     pages, words = torch.zeros((4, 16, 8, 128), dtype=torch.bfloat16), torch.zeros((2, 4), dtype=torch.int32)
-    where, x = (words, words[:, 0], words[:, 1]), torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
-    yield "bfloat16 append raw pages", storing((pages, pages), (x, x), "bhld", where, (1, None, None))
-    yield "bfloat16 append packed", storing((pages, pages), (x[:, :, 0],) * 2, "lhd", where, (1, where[1], where[2]))
+    to = Destination(words[:, 0], 64, pages=words, page_size=16, after=words[:, 1])
+    packed = words[:, 0], words[:, 1]
+    for name, layout, shape, more in (("raw pages", "bhld", (2, 8, 1), ()), ("packed", "lhd", (2, 8), packed)):
+        x = torch.zeros((*shape, 128), dtype=torch.bfloat16)
+        new = Tokens(x, x, axes(x, layout), axes(x, layout), 1, *more)
+        yield f"bfloat16 append {name}", Rows.over((pages, pages)).put(new, to, words)
     for dtype, paged in itertools.product(("bfloat16", *CODES), (False, True)):
         device = torch.device("cpu")
         rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)

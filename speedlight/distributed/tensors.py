@@ -103,9 +103,7 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
 
 def taken(tensor: torch.Tensor, runs: Runs, dim: int) -> torch.Tensor:
     """Some positions of a whole tensor."""
-    parts = [
-        tensor.narrow(dim, x.start, x.stop - x.start) if x.step == 1 else strided_slice(tensor, x, dim) for x in runs
-    ]
+    parts = [strided_slice(tensor, run, dim) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 

@@ -11,7 +11,7 @@ from ..arrays.memory import Array
 from ..errors import ArgumentTypeError
 from ..problem.checks import new_counts, packed_counts
 from .keys import axes, is_resident
-from .launch import Launch, start, status_of
+from .launch import start, status_of
 from .rows import Destination, Rows, Tokens
 
 
@@ -39,23 +39,8 @@ def append_paged(
         each = counts.contiguous()
     elif counts is not None:
         each = torch.tensor(new_counts(counts, batch, n_new), dtype=torch.int64).to(device)
-    after = torch.empty_like(lengths)
-    start(storing((keys, values), (k, v), layout, (table, lengths, after), (n_new, each, first)))
-    return after
-
-
-def storing(
-    pages: tuple[torch.Tensor, ...],
-    new: tuple[torch.Tensor, ...],
-    layout: str,
-    where: tuple[torch.Tensor, ...],
-    counted: tuple[int, torch.Tensor | None, torch.Tensor | None],
-) -> Launch:
-    """The kernel's launch. where: table, lengths, lengths after; counted: most new tokens of a sequence, those of each
-    if they differ, and of packed ones each one's first.
-    """
-    (k, v), (table, lengths, after), (n_new, each, first) = new, where, counted
     tokens = Tokens(k, v, axes(k, layout), axes(v, layout), n_new, each, first)
-    size = pages[0].shape[1]
+    after, size = torch.empty_like(lengths), keys.shape[1]
     to = Destination(lengths, table.shape[1] * size, pages=table, page_size=size, after=after)
-    return Rows.over(pages).put(tokens, to, status_of(pages[0].device))
+    start(Rows.over((keys, values)).put(tokens, to, status_of(device)))
+    return after
