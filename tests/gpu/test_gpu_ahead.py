@@ -18,7 +18,7 @@ TOOL = ROOT / "tools" / "gpu_ahead.py"
 
 
 def run(*words):
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, timeout=600)
 
 
