@@ -111,7 +111,7 @@ GPU_TESTS := $(filter-out tests/gpu/test_gpu_ahead.py,$(wildcard tests/*/test_gp
 # with no GPU: its tests in Triton's interpreter, then every kernel of the tile table compiled for sm_80, sm_90 and sm_100
 gpu-check: $(VENV)/.test
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(GPU_TESTS)
-	$(RUN) -m speedlight.gpu.ahead
+	$(RUN) tools/gpu_ahead.py
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
 # (pytest-xdist, if it is there, lets compilers run side by side)

@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
-        out, lse = attend(_detach(q), _detach(k), _detach(v), _read_arrays(_detach_sinks(known)), True)
+        out, lse = attend(_detach(q), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
         ctx.known, ctx.read = known, read
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = (x.detach() for x in saved[:5])
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
-        dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, flows[1], tuple(grads), _detach_sinks(known))
+        dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, flows[1], tuple(grads), known.unfollowed)
         found = dict(zip(grads, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
         tables = (found[t].reshape(t.origin.shape).to(t.origin.dtype) if t in found else None for t in known.tables)
@@ -163,11 +163,6 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
 
 def _detach(x: Any) -> Any:
     return x.detach() if is_tensor(x) else x
-
-
-def _detach_sinks(known: Followed) -> Options:
-    """The options of a call that nobody follows."""
-    return known.options if known.sinks is None else known.options._replace(sink_logits=known.sinks.detach())
 
 
 def _read_arrays(options: Options) -> Options:

@@ -83,7 +83,7 @@ def _tensor_of(x: Any, role: str) -> torch.Tensor:
 
 
 def options_of(
-    text: str, tensors: list[torch.Tensor], sinks: torch.Tensor | None, seed: int | None
+    text: str, tensors: list[torch.Tensor], sinks: torch.Tensor | list[float] | None, seed: int | None
 ) -> tuple[Options, list[Table]]:
     """The options of a form, and tables of its tensors. `seed`: 64 bits, of either sign."""
     kept, tables = _read(text), [Table(t.detach(), f"tables[{at}]", copy=False) for at, t in enumerate(tensors)]
@@ -99,7 +99,7 @@ def options_of(
     if "score" in kept:
         options["score"] = [x.over(tables) for x in kept["score"]]
     options |= {
-        "sink_logits": None if sinks is None else sinks.detach(),
+        "sink_logits": sinks.detach() if isinstance(sinks, torch.Tensor) else sinks,
         "seed": None if seed is None else seed % MOST_SEEDS,
     }
     return Options(**options), tables

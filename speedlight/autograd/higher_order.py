@@ -39,9 +39,8 @@ class Tensors(NamedTuple):
 
 def attention_of(form: str, seed: int | None, given: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of a call whose options are text."""
-    options, tables = options_of(form, given.tables, None, seed)
-    if given.sinks is not None:
-        options = options._replace(sink_logits=[0.0] * given.sinks.numel())  # whose values are a tensor's
+    sinks = None if given.sinks is None else [0.0] * given.sinks.numel()  # whose values are a tensor's
+    options, tables = options_of(form, given.tables, sinks, seed)
     return _attention_of(options, tables, *given.all)
 
 

@@ -10,12 +10,11 @@ import torch
 from ..problem.shardings import Runs, places
 from .groups import Message, Peers
 from .rounds import Schedule, Step, Transfer
-from .tensors import Memory, contiguous, mmap_empty
+from .tensors import Memory, contiguous, mmap_empty, pieces
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 _BUFFERS = 3  # one that is computed with, one that is passed on, one into which the next keys come
-_LARGE = 1 << 18  # bytes of a message that is worth its own start
 
 
 class LocalKeys:
@@ -167,19 +166,6 @@ class Arrivals:
     def _memory(self, length: int) -> Tensors:
         dim = self.own.dim
         return tuple([mmap_empty(x, (*x.shape[:dim], length, *x.shape[dim + 1 :])) for x in self.own.tensors])
-
-
-def pieces(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """A tensor as it is sent, alike at both ends: item by item and head by head where those are large, so that what
-    lies far apart is sent from where it is. dim: of lengths, the first that is not taken apart.
-    """
-    count = math.prod(x.shape[:dim])
-    if not 1 < count <= x.nbytes // _LARGE:
-        return [x]
-    found = [x]
-    for _ in range(dim):
-        found = [y for part in found for y in part.unbind(0)]
-    return found
 
 
 def _of(messages: list[Message], given: list[Any]) -> list[Message]:

@@ -69,7 +69,7 @@ def attention(
 
     Returns:
         This process's rows of out, or with return_lse (out, lse). What flows back to q, k and v is of the whole
-        sequence; what flows to tables and sink_logits is this process's share: add it up over the processes, as of any
+        sequence; what flows to tables and sinks is this process's share: add it up over the processes, as of any
         parameter (torch.distributed.all_reduce). On CPUs with the dot instruction the lse of bfloat16 is off by 1e-3 or
         so: of weights that are rounded.
 
@@ -248,9 +248,7 @@ class Given(NamedTuple):
 
     def sharded(self, known: Followed, arrays: tuple[Array, ...], sizes: list[tuple[int, ...]]) -> Sharded:
         """The problem of the whole sequence, and who holds what of it."""
-        options = known.options
-        if known.sinks is not None:
-            options = options._replace(sink_logits=known.sinks.detach())
+        options = known.unfollowed
         dim, totals = LAYOUTS[options.layout][-2], [sum(x) for x in zip(*sizes, strict=True)]
         held = []
         for name, total, own in zip("qk", totals, zip(*sizes, strict=True), strict=True):

@@ -45,14 +45,6 @@ class _Checked(NamedTuple):
     own: int = 0  # of this rank alone: tokens that it brings, or what it has drawn
 
 
-class _Left(NamedTuple):
-    """The tokens that truncate(), keep() and clear() leave, and what they ask of this rank's own."""
-
-    placed: list[list[Placement]]  # of each layer
-    start: list[int]
-    path: list[list[int]]
-
-
 class KVCache:
     """KV cache whose tokens are spread over ranks, for contexts that one rank cannot hold or read fast enough.
 
@@ -299,8 +291,8 @@ class KVCache:
         """Forgets everything; the memory stays reserved."""
         self._shorten("clear", lambda: _Checked({}, self._left([0] * self.batch, [[]] * self.batch)))
 
-    def _left(self, starts: list[int], paths: list[list[int]]) -> _Left:
-        """What every layer keeps, if it is the same of this rank's tokens in each."""
+    def _left(self, starts: list[int], paths: list[list[int]]) -> tuple[Any, ...]:
+        """What every layer keeps, and of this rank's tokens, alike in each, what keep() takes: indices and starts."""
         placed, own = [], []
         for layer in self._placed:
             both = [placement.kept(*x) for x in zip(layer, starts, paths, strict=True)]
@@ -312,15 +304,16 @@ class KVCache:
                     f"layer: expected tokens that lie alike in every layer; those of layer {len(own) - 1} lie "
                     "otherwise than those of layer 0. Append the same shards to each layer, or clear()."
                 )
-        return _Left(placed, *own[0])
+        start, path = own[0]
+        return placed, path if self.batch > 1 else path[0], start
 
     def _shorten(self, call: str, checked: Callable[[], _Checked]) -> None:
         """Makes the cache what is left: this rank's tokens by one store of their lengths, and where all lie."""
-        left, _ = self._agreed(call, checked)
+        (placed, path, start), _ = self._agreed(call, checked)
         before, held = self._placed, [self._local.lengths(n) for n in range(self.layers)]
         try:
-            self._placed = left.placed
-            self._local.keep(left.path if self.batch > 1 else left.path[0], start=left.start)
+            self._placed = placed
+            self._local.keep(path, start=start)
         except BaseException:
             if [self._local.lengths(n) for n in range(self.layers)] == held:
                 self._placed = before

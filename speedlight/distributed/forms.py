@@ -14,10 +14,11 @@ from ..arrays.integers import is_one
 from ..arrays.torch_tensors import is_tensor
 from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression
+from ..problem.options import BY_HEAD
 from ..problem.problem import Options, scores_of
 
 _DEFAULTS = Options()._asdict()
-_LISTS = ("sink_logits", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
+_LISTS = (*BY_HEAD, "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
 _COMPARED = 1 << 16  # bytes of an array whose entries are compared, too
 
 
@@ -47,7 +48,7 @@ def _bytes(x: Any) -> bytes:
 
 
 def _value(name: str, x: Any) -> str:
-    if name == "sink_logits" and is_tensor(x) and x.requires_grad:
+    if is_tensor(x) and x.requires_grad:
         return f"a tensor that requires grad: {_value(name, x.detach())}"
     if name in _LISTS and not is_one(x):
         values = listed(x, name, "numbers")

@@ -14,6 +14,7 @@ from ..expressions.substitution import substituted
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import Node, order
+from ..problem.options import BY_HEAD
 from ..problem.problem import scores_of
 from ..torch.attending import attention
 from .groups import Peers, agreed
@@ -104,16 +105,15 @@ def _looks_at_heads(name: str, x: Any) -> bool:
             return "h" in x.root.uses if isinstance(x, Expression) else x is not None and _heads_of(x) > 1
         case "score":
             return any([_looks_at_heads("mask", one) for one in x or ()])
-    return name == "sink_logits" and x is not None
+    return name in BY_HEAD and x is not None
 
 
 def _of_own_heads(name: str, x: Any, first: int, heads: int) -> Any:
     """Returns an option of all heads for these."""
-    match name:
-        case "sink_logits":
-            return x[first : first + heads]
-        case "score":
-            return [_of_own_heads("mask", one, first, heads) for one in x]
+    if name in BY_HEAD:
+        return x[first : first + heads]
+    if name == "score":
+        return [_of_own_heads("mask", one, first, heads) for one in x]
     if isinstance(x, Expression):
         return _counted(substituted(x, {"h": (1, first)})) if "h" in x.root.uses else x
     array = x.array if isinstance(x, Table) else x

@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
     q: Tensor
     problem: Problem
-    scale: float | None
+    given: Options
     after: Sequence[Placement]  # of every sequence its tokens by then
 
     @property
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     def form(self) -> dict[str, str]:
         """Returns what must be equal on all ranks."""
         p = self.problem
-        options = Options(mask=p.mask, score=p.score, sink_logits=p.sinks, scale=p.scale, q_lengths=list(p.q_lengths))
+        options = self.given._replace(mask=p.mask, score=p.score, scale=p.scale, q_lengths=list(p.q_lengths))
         return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"}) | entries_of(p.q_lengths, q=self.q)
 
 
@@ -86,7 +86,7 @@ def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placemen
         )
     if problem.causal:
         check_asked(list(problem.q_lengths), totals)
-    return Asked(q, problem, given.scale, after)
+    return Asked(q, problem, given, after)
 
 
 def partial(local: KVCache, layer: int, asked: Asked, rank: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def partial(local: KVCache, layer: int, asked: Asked, rank: int) -> tuple[Tensor
     if problem.causal and max(problem.q_lengths) > 1:  # a single query sees all
         mask = _CAUSAL if mask is None else mask & _CAUSAL
     return local.attend(
-        layer, q, scale=asked.scale, mask=_moved(mask, asked, rank), score=_moved(score, asked, rank),
+        layer, q, scale=asked.given.scale, mask=_moved(mask, asked, rank), score=_moved(score, asked, rank),
         q_lengths=None if problem.rows is None else problem.q_lengths, return_lse=True,
     )  # fmt: skip
 

@@ -14,8 +14,9 @@ torch.Size([1, 6, 2, 16])
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -48,134 +49,86 @@ __all__ = [
 ]
 
 
-class _Said(NamedTuple):
-    """Options as flash-attn has them."""
-
-    dropout_p: Any
-    softmax_scale: Any
-    causal: Any
-    window_size: Any
-    alibi_slopes: Any
-    cu_seqlens: Any = None
+_OFFSETS = {"cu_seqlens": "Tensor", "max_seqlen": "int"}
+_FORMS = {
+    "flash_attn_func": ("q", "k", "v"),
+    "flash_attn_kvpacked_func": ("q", "kv"),
+    "flash_attn_qkvpacked_func": ("qkv",),
+    "flash_attn_varlen_func": ("q", "k", "v"),
+    "flash_attn_varlen_kvpacked_func": ("q", "kv"),
+    "flash_attn_varlen_qkvpacked_func": ("qkv",),
+}
 
 
 def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
     """All calls of one sharding."""
+    return tuple([_make_call(shard, prefix + name, tensors) for name, tensors in _FORMS.items()])
 
-    def flash_attn_func(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
-    ) -> Any:  # fmt: skip
-        """flash_attn_func() over a sharded sequence.
 
-        Args:
-            q: (batch, tokens of this process, nheads, headdim).
-            k, v: (batch, tokens of this process, nheads_k, headdim); nheads_k divides nheads.
-            dropout_p: 0; attention() of shards drops nothing.
-            softmax_scale, causal, window_size, alibi_slopes: as for speedlight.flash_attn.flash_attn_func(), of the
-                whole sequence; to alibi_slopes flows each process's share.
-            deterministic: means nothing here: every call is.
-            return_attn_probs: also return log-sum-exps, and None.
-            group: a process group of torch.distributed. Default all processes.
+def _make_call(shard: Shard, name: str, tensors: tuple[str, ...]) -> Callable[..., Any]:
+    """Makes a call that takes these tensors, of packed sequences their offsets, and then what _attended() takes."""
+    own, positional = inspect.signature(_attended), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    types = dict.fromkeys(tensors, "Tensor") | (_OFFSETS if "varlen" in name else {})
+    first = [inspect.Parameter(x, positional, annotation=kind) for x, kind in types.items()]
+    signature = own.replace(parameters=[*first, *list(own.parameters.values())[3:]])
 
-        Returns:
-            out, shaped as q; or (out, softmax_lse (batch, nheads, tokens of this process), None).
+    def call(*args: Any, **named: Any) -> Any:
+        options = signature.bind(*args, **named).arguments
+        offsets, _ = options.pop("cu_seqlens", None), options.pop("max_seqlen", None)
+        return _attended(tuple([options.pop(x) for x in tensors]), shard, offsets, **options)
 
-        Raises:
-            speedlight.Error: the argument, what was expected and what came; it differs between processes; one is gone.
-        """
-        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
-        return _attended((q, k, v), shard, said, return_attn_probs, group)
-
-    def flash_attn_kvpacked_func(
-        q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
-    ) -> Any:  # fmt: skip
-        """Attends over shards, of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
-        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
-        return _attended((q, kv), shard, said, return_attn_probs, group)
-
-    def flash_attn_qkvpacked_func(
-        qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
-    ) -> Any:  # fmt: skip
-        """Attends over shards, of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
-        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
-        return _attended((qkv,), shard, said, return_attn_probs, group)
-
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-        dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
-    ) -> Any:  # fmt: skip
-        """Attends over shards of packed sequences, each of which is sharded by itself.
-
-        Args:
-            q: (tokens of this process, nheads, headdim): of every sequence this process's shard, one after the other.
-            k, v: (tokens of this process, nheads_k, headdim).
-            cu_seqlens: (sequences + 1,): offsets of the shards, the same in all processes.
-            max_seqlen: says nothing that offsets do not say.
-            The others are those of the call of one sequence.
-
-        Returns:
-            out, shaped as q; or (out, softmax_lse (nheads, tokens of this process), None).
-        """
-        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
-        return _attended((q, k, v), shard, said, return_attn_probs, group)
-
-    def flash_attn_varlen_kvpacked_func(
-        q: Tensor, kv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-        dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
-    ) -> Any:  # fmt: skip
-        """Attends over shards, of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
-        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
-        return _attended((q, kv), shard, said, return_attn_probs, group)
-
-    def flash_attn_varlen_qkvpacked_func(
-        qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-        dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
-    ) -> Any:  # fmt: skip
-        """Attends over shards, of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
-        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
-        return _attended((qkv,), shard, said, return_attn_probs, group)
-
-    found = (
-        flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
-        flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func,
-    )  # fmt: skip
-    for call in found:
-        call.__name__ = call.__qualname__ = prefix + call.__name__
-    return found
+    call.__name__ = call.__qualname__ = name
+    call.__doc__, vars(call)["__signature__"] = _attended.__doc__, signature
+    return call
 
 
 @public()
-def _attended(given: tuple[Any, ...], shard: Shard, said: _Said, return_attn_probs: Any, group: Any) -> Any:
-    """Every process takes part, even if its own arguments are wrong: the others wait for it."""
+def _attended(
+    given: tuple[Any, ...], shard: Shard, cu_seqlens: Any, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+) -> Any:  # fmt: skip
+    """Attends as flash-attn's call of this name does, over a sharded sequence, or over packed ones, each of which is
+    sharded by itself. Every process takes part, even if its own arguments are wrong: the others wait for it.
+
+    Args:
+        q: (batch, tokens of this process, nheads, headdim), packed (tokens of this process, nheads, headdim): of every
+            sequence this process's shard, one after the other.
+        k, v: the same of nheads_k heads, which divide nheads. kv: both in one tensor, (…, 2, nheads_k, headdim). qkv:
+            all three, (…, 3, nheads, headdim).
+        cu_seqlens: (sequences + 1,): offsets of the shards, the same in all processes.
+        max_seqlen: says nothing that offsets do not say.
+        dropout_p: 0; attention() of shards drops nothing.
+        softmax_scale, causal, window_size, alibi_slopes: as for speedlight.flash_attn.flash_attn_func(), of the
+            whole sequence; to alibi_slopes flows each process's share.
+        deterministic: means nothing here: every call is.
+        return_attn_probs: also return log-sum-exps, and None.
+        group: a process group of torch.distributed. Default all processes.
+
+    Returns:
+        out, shaped as q; or (out, softmax_lse (batch, nheads, tokens of this process), packed without batch, None).
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; it differs between processes; one is gone.
+    """
     peers, cuts, options, error = peers_of(group, None), None, Options(), None
     q = k = v = None
     try:
-        q, k, v = _separate(given, packed=said.cu_seqlens is not None)
-        check_tensors({"q": q, "k": k, "v": v}, {}, {"cu_seqlens": said.cu_seqlens}, strict=True)
+        q, k, v = _separate(given, packed=cu_seqlens is not None)
+        check_tensors({"q": q, "k": k, "v": v}, {}, {"cu_seqlens": cu_seqlens}, strict=True)
         check_flag("return_attn_probs", return_attn_probs)
         more: dict[str, Any] = {"layout": "blhd"}
-        if said.cu_seqlens is None:
+        if cu_seqlens is None:
             check_sides(q, k, v, *PADDED)
         else:
-            check_sides(q, k, v, Side("q", said.cu_seqlens), Side("k", said.cu_seqlens))
-            cuts = tuple([peers.ranks * n for n in packed_offsets("cu_seqlens", said.cu_seqlens, q.shape[0])])
+            check_sides(q, k, v, Side("q", cu_seqlens), Side("k", cu_seqlens))
+            cuts = tuple([peers.ranks * n for n in packed_offsets("cu_seqlens", cu_seqlens, q.shape[0])])
             more = {"layout": "lhd", "cu_seqlens_q": list(cuts), "cu_seqlens_k": list(cuts)}
-        scale, window, slopes, dropout = said.softmax_scale, said.window_size, said.alibi_slopes, said.dropout_p
-        if dropout_of(dropout):
-            raise UnsupportedError(f"dropout_p: expected 0, as shards drop no weights; got {dropout}.")
-        options = Options(**more, **options_of(q, scale, said.causal, window, 0.0, slopes, 0.0, said.cu_seqlens))
+        if dropout_of(dropout_p):
+            raise UnsupportedError(f"dropout_p: expected 0, as shards drop no weights; got {dropout_p}.")
+        options = Options(
+            **more, **options_of(q, softmax_scale, causal, window_size, 0.0, alibi_slopes, 0.0, cu_seqlens)
+        )
     except Exception as found:  # which the others are told
         error = found
     out, lse = attended(Given(q, k, v, shard, "ring", False, return_attn_probs, peers, cuts), options, error)

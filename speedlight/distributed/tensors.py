@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..problem.shardings import Runs, Shard, check_shard, places, positions, tokens
 from .groups import Peers, agreed
 
-_LARGE = 1 << 18  # bytes of memory that is worth a mapping of its own
+_LARGE = 1 << 18  # bytes of memory that is worth a mapping of its own, and of a message that is worth its own start
 
 
 def shard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous", dim: int) -> torch.Tensor:
@@ -103,9 +103,7 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
 
 def taken(tensor: torch.Tensor, runs: Runs, dim: int) -> torch.Tensor:
     """Some positions of a whole tensor."""
-    parts = [
-        tensor.narrow(dim, x.start, x.stop - x.start) if x.step == 1 else strided_slice(tensor, x, dim) for x in runs
-    ]
+    parts = [strided_slice(tensor, run, dim) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 
@@ -116,16 +114,71 @@ def strided_slice(tensor: torch.Tensor, run: range, dim: int) -> torch.Tensor:
 
 
 class Exchange(NamedTuple):
-    """The exchange of a tensor with other processes, and of its gradient back."""
+    """The exchange of a tensor's blocks with other processes, and of its gradient back.
 
-    there: Callable[[torch.Tensor], torch.Tensor]
-    back: Callable[[torch.Tensor], torch.Tensor]
+    held, wanted: what each process has, and gets: the runs of each of the axes, the last of which is that of lengths.
+    adds: what several processes have of a gradient comes back as its sum, in float32 at least, by rank.
+    """
+
+    peers: Peers
+    held: tuple[tuple[Runs, ...], ...]
+    wanted: tuple[tuple[Runs, ...], ...]
+    axes: tuple[int, ...]
+    adds: bool
+    what: str = "with its shard"  # as an error names it
+
+    def there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._redistributed(tensor, self.held, self.wanted, adds=False)
+
+    def back(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._redistributed(tensor, self.wanted, self.held, adds=self.adds)
+
+    def _redistributed(self, tensor: torch.Tensor, held: Any, wanted: Any, *, adds: bool) -> torch.Tensor:
+        own, ranks, shape = self.peers.rank, range(self.peers.ranks), list(tensor.shape)
+        for axis, runs in zip(self.axes, wanted[own], strict=True):
+            shape[axis] = tokens(runs)
+        number = torch.promote_types(tensor.dtype, torch.float32)
+        result = torch.zeros(shape, dtype=number, device=tensor.device) if adds else mmap_empty(tensor, shape)
+        sends, receives, beside = [], [], []
+        for to in ranks:
+            blocks = self._blocks(held[own], wanted[to]) if to != own else ()
+            parts = [y for at, _ in blocks for y in pieces(self._part(tensor, at), self.axes[-1])]
+            sends += [(contiguous(y), to, n, self.what) for n, y in enumerate(parts)]
+        for source in ranks:
+            parts = []
+            for at, into in self._blocks(held[source], wanted[own]):
+                place = self._part(result, into)
+                part = self._part(tensor, at) if source == own else mmap_empty(tensor, place.shape) if adds else place
+                beside += [(place, part)] if part is not place else []
+                parts += pieces(part, self.axes[-1]) if source != own else []
+            for n, y in enumerate(parts):
+                into = y if y.is_contiguous() else mmap_empty(y, y.shape)
+                receives.append((into, source, n, self.what))
+                beside += [] if into is y else [(y, into)]
+        self.peers.carry(sends, receives)
+        for place, part in beside:
+            place.copy_(place + part if adds else part)
+        return result.to(tensor.dtype)
+
+    def _blocks(self, held: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Any:
+        """The blocks that two processes have in common: their runs in both tensors, of each axis."""
+        return [zip(*each, strict=True) for each in itertools.product(*map(common, held, wanted))]
+
+    def _part(self, tensor: torch.Tensor, block: tuple[range, ...]) -> torch.Tensor:
+        for run, axis in zip(block, self.axes, strict=True):
+            tensor = strided_slice(tensor, run, axis)
+        return tensor
+
+    @property
+    def reversed(self) -> Exchange:
+        """The exchange that begins with what is wanted."""
+        return self._replace(held=self.wanted, wanted=self.held)
 
 
 def resharding(peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...], dim: int) -> Exchange:
     """The way from one sharding to another; a position may be wanted by several processes, whose gradients add up."""
-    back = functools.partial(redistribute, peers=peers, held=wanted, wanted=held, dim=dim, adding=True)
-    return Exchange(functools.partial(redistribute, peers=peers, held=held, wanted=wanted, dim=dim), back)
+    here, there = (tuple([(runs,) for runs in each]) for each in (held, wanted))
+    return Exchange(peers, here, there, (dim,), adds=True)
 
 
 def exchange(ways: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -148,32 +201,17 @@ class _Exchanged(torch.autograd.Function):
         return None, *[way.back(x) if needed else None for way, x, needed in each]
 
 
-def redistribute(
-    tensor: torch.Tensor, peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...], dim: int, adding: bool = False
-) -> torch.Tensor:
-    """adding: positions that several processes have come together as their sum, in float32 at least, by rank."""
-    wide = torch.promote_types(tensor.dtype, torch.float32) if adding else tensor.dtype
-    result = torch.zeros(_long(tensor, dim, tokens(wanted[peers.rank])), dtype=wide, device=tensor.device)
-    sends = [
-        (strided_slice(tensor, at, dim).contiguous(), to, 0, "with its shard")
-        for to in range(peers.ranks)
-        if to != peers.rank
-        for at, _ in common(held[peers.rank], wanted[to])
-    ]
-    coming, receives = [], []
-    for source in range(peers.ranks):
-        for at, into in common(held[source], wanted[peers.rank]):
-            if source == peers.rank:
-                coming.append((into, strided_slice(tensor, at, dim)))
-                continue
-            part = torch.empty(_long(tensor, dim, len(into)), dtype=tensor.dtype, device=tensor.device)
-            coming.append((into, part))
-            receives.append((part, source, 0, "with its shard"))
-    peers.carry(sends, receives)
-    for into, part in coming:
-        place = strided_slice(result, into, dim)
-        place.copy_(place + part if adding else part)
-    return result.to(tensor.dtype)
+def pieces(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """A tensor as it is sent, alike at both ends: item by item and head by head where those are large, so that what
+    lies far apart is sent from where it is. dim: of lengths, the first that is not taken apart.
+    """
+    count = math.prod(x.shape[:dim])
+    if not 1 < count <= x.nbytes // _LARGE:
+        return [x]
+    found = [x]
+    for _ in range(dim):
+        found = [y for part in found for y in part.unbind(0)]
+    return found
 
 
 def common(held: Runs, wanted: Runs) -> list[tuple[range, range]]:
@@ -237,10 +275,6 @@ class Memory:
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor itself if it is contiguous, else a copy."""
     return tensor if tensor.is_contiguous() else mmap_empty(tensor, tensor.shape).copy_(tensor)
-
-
-def _long(tensor: torch.Tensor, dim: int, length: int) -> list[int]:
-    return [length if d == dim else n for d, n in enumerate(tensor.shape)]
 
 
 def _dim(tensor: Any, dim: Any) -> int:

@@ -17,14 +17,13 @@ from ..errors import ArgumentError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.gradients import Followed
-from ..problem.key_parts import problem_of, split_of
+from ..problem.key_parts import Heads, problem_of, split_of
 from ..problem.problem import LAYOUTS
-from ..problem.shardings import Runs, positions, tokens, whole_of
+from ..problem.shardings import Runs, joined, positions, tokens, whole_of
 from .differentiable import Context, Core, attended
-from .groups import MeshGroups, SingleRank
-from .heads import HeadExchange, axes_of
+from .groups import MeshGroups, Peers, SingleRank
 from .plans import Sharded
-from .tensors import exchange, resharding
+from .tensors import Exchange, exchange, resharding
 
 Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]
 METHODS = ("ring", "ulysses", "gather", "auto")
@@ -136,14 +135,15 @@ class Execution(NamedTuple):
         whole = self.sharded.whole
         split = split_of(whole.problem.q_heads, whole.problem.kv_heads, heads.ranks)
         rows, keys = (_by_rows(x, ring.ranks, heads.ranks) for x in (self.sharded.q, self.sharded.k))
-        axes, of_lse = axes_of(self.layout), axes_of(self.layout, logarithms=True)
-        of_q = HeadExchange(heads, rows[ring.rank], split.q, axes, whole.problem.q_heads)
-        of_k = HeadExchange(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
+        axes = LAYOUTS[self.layout][-3:-1]
+        of_q = _between_heads(heads, rows[ring.rank], split.q, axes, whole.problem.q_heads)
+        of_k = _between_heads(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
         own = whole._replace(problem=problem_of(whole.problem, split, heads.rank))
         joint = Sharded(own, *(tuple([whole_of(x) for x in each]) for each in (rows, keys)))
         (q,) = exchange((of_q,), q)
         out, lse = self._core(ring, joint, q, k, v, of_k, (split.q[heads.rank] or (0,))[0])
-        out, lse = exchange((of_q.reversed, of_q._replace(axes=of_lse).reversed), out, self._followed(lse))
+        of_out = of_q.reversed
+        out, lse = exchange((of_out, of_out._replace(axes=(lse.ndim - 2, lse.ndim - 1))), out, self._followed(lse))
         return out, lse
 
     def _redistributed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,6 +174,13 @@ def _refused_stripes(way: Execution) -> str:
     if way.sharded.whole.cu_q is not None:
         return "for packed sequences"
     return "where items begin at different positions" if len(set(p.q_starts)) > 1 else ""
+
+
+def _between_heads(peers: Peers, held: tuple[Runs, ...], heads: Heads, axes: tuple[int, int], number: int) -> Exchange:
+    """Ulysses: each process has its own tokens of all heads, and gets all tokens of its heads, of so many in all."""
+    own = [((range(number),), runs) for runs in held]
+    every = [(joined([range(h, h + 1) for h in some]), whole_of(held)) for some in heads]
+    return Exchange(peers, tuple(own), tuple(every), axes, sum(map(len, heads)) > number, "with its heads")
 
 
 def _by_rows(held: tuple[Runs, ...], rows: int, columns: int) -> list[tuple[Runs, ...]]:

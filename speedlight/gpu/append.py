@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""The kernels that append new tokens on the device: to caches and pools, as they are or as codes; to raw pages."""
+"""The kernel that appends new tokens on the device: to caches and pools, as they are or as codes; to raw pages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import triton.language as tl
 from .sequence import Tensor
 
 
-@triton.jit(do_not_specialize=["n_new", "capacity", "programs"])
+@triton.jit(do_not_specialize=["n_new", "capacity", "programs", "page_count"])
 def store(
     k, k_item, k_head, k_row, k_column,
     v, v_item, v_head, v_row, v_column,
-    keys, K_item, K_head, K_row,
-    values, V_item, V_head, V_row,
+    keys, K_item, K_head, K_row, K_column,
+    values, V_item, V_head, V_row, V_column,
     k_scales, v_scales, S_item, S_head, S_row,
-    lengths, counts, first, arrived, status,
-    pages, page_size, table_row, ring_first, ring,
+    lengths, counts, first, arrived, after, status,
+    pages, page_size, page_count, table_row, ring_first, ring,
     n_new, capacity, programs,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RING: tl.constexpr,
@@ -25,7 +25,8 @@ def store(
     """Stores new token n of an item, all heads, in its slot; the last program of an item advances its length.
 
     counts: new tokens of each item, where they differ. first: of packed tokens, each item's first (or None). A sequence
-    that would pass its capacity stays as it is, and the status says so.
+    that would pass its capacity stays as it is, and the status says so. after: of the caller's pages, of which nothing
+    is known, the lengths that each item's first program tells; one with a page that is none stays as it is, too.
     """
     n, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + i_item).to(tl.int64)
@@ -33,6 +34,17 @@ def store(
     if counts is not None:
         count = tl.load(counts + i_item).to(tl.int32)
     fits = length + count <= capacity
+    if after is not None:
+        wrong = tl.where(fits & (length >= 0) & (count >= 0) & (count <= n_new), 0, 4)
+        if (wrong == 0) & (count > 0):
+            for i in tl.range(length // page_size, (length + count - 1) // page_size + 1):
+                page = tl.load(pages + i_item * table_row + i).to(tl.int64)
+                wrong = tl.where((page < 0) | (page >= page_count), 2, wrong)
+        fits = wrong == 0
+        if n == 0:
+            tl.store(after + i_item, tl.where(fits, length + count, length).to(after.dtype.element_ty))
+            if wrong != 0:
+                tl.store(status, wrong)
     if fits & (n < count):
         o_h = tl.arange(0, BLOCK_H).to(tl.int64)
         at = length + n
@@ -44,8 +56,8 @@ def store(
             slot = at % page_size
         new_k, m_k = load_token(Tensor(k, k_item, k_head, k_row, k_column), n, i_item, first, o_h, HEADS, D, BLOCK_D)
         new_v, m_v = load_token(Tensor(v, v_item, v_head, v_row, v_column), n, i_item, first, o_h, HEADS, DV, BLOCK_DV)
-        p_k = token_at(Tensor(keys, K_item, K_head, K_row, 1), block, slot, o_h, BLOCK_D)
-        p_v = token_at(Tensor(values, V_item, V_head, V_row, 1), block, slot, o_h, BLOCK_DV)
+        p_k = token_at(Tensor(keys, K_item, K_head, K_row, K_column), block, slot, o_h, BLOCK_D)
+        p_v = token_at(Tensor(values, V_item, V_head, V_row, V_column), block, slot, o_h, BLOCK_DV)
         if k_scales is None:
             tl.store(p_k, new_k, mask=m_k)
             tl.store(p_v, new_v, mask=m_v)
@@ -65,49 +77,6 @@ def store(
                 tl.store(lengths + i_item, (length + count).to(lengths.dtype.element_ty))
             else:
                 tl.store(status, 1)
-
-
-@triton.jit(do_not_specialize=["table_pages", "page_count", "n_new"])
-def store_in_pages(
-    k, k_item, k_head, k_row, k_column,
-    v, v_item, v_head, v_row, v_column,
-    keys, K_item, K_head, K_row, K_column,
-    values, V_item, V_head, V_row, V_column,
-    lengths, counts, first, after, status,
-    pages, page_size, table_row, table_pages, page_count, n_new,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Stores new token n of an item, all heads, in a page of the caller's; the item's first program tells its length.
-
-    A sequence without room, or with a page that is none, stays as it is, and the status says so.
-    """
-    n, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + i_item).to(tl.int64)
-    count = n_new
-    if counts is not None:
-        count = tl.load(counts + i_item).to(tl.int32)
-    fits = (length >= 0) & (count >= 0) & (count <= n_new) & (length + count <= table_pages.to(tl.int64) * page_size)
-    p_table = pages + i_item * table_row
-    wrong = tl.where(fits, 0, 4)
-    if fits & (count > 0):
-        for i in tl.range(length // page_size, (length + count - 1) // page_size + 1):
-            page = tl.load(p_table + i).to(tl.int64)
-            wrong = tl.where((page < 0) | (page >= page_count), 2, wrong)
-    if n == 0:
-        tl.store(after + i_item, tl.where(wrong == 0, length + count, length).to(after.dtype.element_ty))
-        if wrong != 0:
-            tl.store(status, wrong)
-    if (wrong == 0) & (n < count):
-        o_h = tl.arange(0, BLOCK_H).to(tl.int64)
-        at = length + n
-        block, slot = tl.load(p_table + at // page_size).to(tl.int64), at % page_size
-        new_k, m_k = load_token(Tensor(k, k_item, k_head, k_row, k_column), n, i_item, first, o_h, HEADS, D, BLOCK_D)
-        new_v, m_v = load_token(Tensor(v, v_item, v_head, v_row, v_column), n, i_item, first, o_h, HEADS, DV, BLOCK_DV)
-        p_k = token_at(Tensor(keys, K_item, K_head, K_row, K_column), block, slot, o_h, BLOCK_D)
-        p_v = token_at(Tensor(values, V_item, V_head, V_row, V_column), block, slot, o_h, BLOCK_DV)
-        tl.store(p_k, new_k, mask=m_k)
-        tl.store(p_v, new_v, mask=m_v)
 
 
 @triton.jit

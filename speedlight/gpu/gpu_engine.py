@@ -14,12 +14,12 @@ from ..problem.plan import Plan
 from ..problem.problem import Problem
 from ..problem.results import Results
 from .joining import Ending, Found, State, joined
-from .keys import Keys, arrays_of, checked_tables, is_resident, paged_keys
+from .keys import Keys, arrays_of, checked_tables, is_resident
 from .launch import synchronize
 from .merging import merged
 from .paging import append_paged as append
 from .prepare import prepare
-from .rows import device_of
+from .rows import device_of, paged_keys
 from .schedule import check
 from .uploads import check_tables
 
@@ -48,7 +48,7 @@ def _keys_on_device(keys: Dense | PagedKeys) -> Keys:
         return arrays_of(keys.k.tensor, keys.v.tensor, keys.layout)
     tables = keys.tables
     most = max(tables.lengths, default=0)
-    return paged_keys(keys.k.tensor, keys.v.tensor, tables.numbers, tables.on_device, most, keys.is_placed)
+    return paged_keys((keys.k.tensor, keys.v.tensor), tables.numbers, tables.on_device, most, keys.is_placed)
 
 
 def merge(outs: list[Array], lses: list[Array]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,6 @@ from ..arrays.layouts import batch_of
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.machine import interpreting
 from ..problem.problem import LAYOUTS
-from .launch import status_of
 
 
 @dataclass(slots=True)
@@ -65,26 +64,6 @@ def _shared(x: torch.Tensor, layout: str) -> tuple[int, ...]:
     """Strides of what all items of q may share, if it is one."""
     item, *rest = axes(x, layout)
     return (item if batch_of(tuple(x.shape), layout) > 1 else 0, *rest)
-
-
-def paged_keys(
-    k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor | None, most: int, placed: bool
-) -> Keys:
-    """Keys and values in pages (pages, page_size, heads, dim)."""
-    strides = [(x.stride(0), x.stride(2), x.stride(1), x.stride(3)) for x in (k, v)]
-    return Keys(
-        k,
-        v,
-        strides[0],
-        strides[1],
-        pages=table,
-        page_size=k.shape[1],
-        page_count=k.shape[0],
-        lengths=lengths,
-        status=status_of(k.device),
-        most=most,
-        placed=placed,
-    )
 
 
 def is_resident(x: Any, device: str) -> bool:

@@ -10,10 +10,9 @@ import torch
 from ..arrays.memory import Array
 from ..errors import ArgumentTypeError
 from ..problem.checks import new_counts, packed_counts
-from .append import store_in_pages
 from .keys import axes, is_resident
-from .launch import Launch, named_strides, start, status_of
-from .schedule import power_above
+from .launch import start, status_of
+from .rows import Destination, Rows, Tokens
 
 
 def append_paged(
@@ -40,32 +39,8 @@ def append_paged(
         each = counts.contiguous()
     elif counts is not None:
         each = torch.tensor(new_counts(counts, batch, n_new), dtype=torch.int64).to(device)
-    after = torch.empty_like(lengths)
-    start(storing((keys, values), (k, v), layout, (table, lengths, after), (n_new, each, first)))
+    tokens = Tokens(k, v, axes(k, layout), axes(v, layout), n_new, each, first)
+    after, size = torch.empty_like(lengths), keys.shape[1]
+    to = Destination(lengths, table.shape[1] * size, pages=table, page_size=size, after=after)
+    start(Rows.over((keys, values)).put(tokens, to, status_of(device)))
     return after
-
-
-def storing(
-    pages: tuple[torch.Tensor, ...],
-    new: tuple[torch.Tensor, ...],
-    layout: str,
-    where: tuple[torch.Tensor, ...],
-    counted: tuple[int, torch.Tensor | None, torch.Tensor | None],
-) -> Launch:
-    """The kernel's launch. where: table, lengths, lengths after; counted: most new tokens of a sequence, those of each
-    if they differ, and of packed ones each one's first.
-    """
-    (keys, values), (k, v), (table, lengths, after), (n_new, each, first) = pages, new, where, counted
-    d, dv, heads = keys.shape[3], values.shape[3], keys.shape[2]
-    arguments: dict[str, Any] = {
-        "k": k, "v": v, "keys": keys, "values": values,
-        "lengths": lengths, "counts": each, "first": first, "after": after, "status": status_of(keys.device),
-        "pages": table, "page_size": keys.shape[1], "table_row": table.stride(0), "table_pages": table.shape[1],
-        "page_count": keys.shape[0], "n_new": n_new,
-        "D": d, "DV": dv, "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)),
-        "HEADS": heads, "BLOCK_H": power_above(heads),
-    }  # fmt: skip
-    arguments |= named_strides("k", axes(k, layout)) | named_strides("v", axes(v, layout))
-    for name, x in (("K", keys), ("V", values)):
-        arguments |= named_strides(name, (x.stride(0), x.stride(2), x.stride(1), x.stride(3)))
-    return Launch(store_in_pages, (max(n_new, 1), len(lengths)), arguments, 4, 1)

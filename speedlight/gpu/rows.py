@@ -15,7 +15,7 @@ from ..host.machine import interpreting
 from ..problem.tokens import TokenShape
 from .append import store
 from .keys import Keys
-from .launch import Launch, named_strides
+from .launch import Launch, named_strides, status_of
 from .schedule import power_above
 
 
@@ -91,6 +91,7 @@ class Destination(NamedTuple):
     arrived: torch.Tensor | None = None  # a counter of each item: with it, the kernel advances the lengths
     pages: torch.Tensor | None = None
     page_size: int = 1
+    after: torch.Tensor | None = None  # with it, pages and lengths are the caller's: checked, and told as they are then
     ring_first: int = 0
     ring: int = 0
 
@@ -113,6 +114,13 @@ class Rows:
 
         self.k, self.v = (zeros(d, kind=cache_type(shape.dtype)) for d in dims)
         self.scales = tuple(zeros(kind=torch.float32) for _ in dims) if shape.dtype in CODES else (None, None)
+
+    @classmethod
+    def over(cls, pages: tuple[torch.Tensor, ...]) -> Rows:
+        """The caller's own pages of keys and values, (pages, page_size, heads, dim)."""
+        rows = cls.__new__(cls)
+        (rows.k, rows.v), rows.scales = (x.transpose(1, 2) for x in pages), (None, None)
+        return rows
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -156,14 +164,25 @@ class Rows:
         scales = self.scales[0].stride() if self.scales[0] is not None else (0, 0, 0)
         arguments: dict[str, Any] = {
             "k": k, "v": v, "keys": self.k, "values": self.v, "k_scales": self.scales[0], "v_scales": self.scales[1],
-            "lengths": to.lengths, "counts": new.counts, "first": new.first, "arrived": to.arrived, "status": status,
-            "pages": pages, "page_size": to.page_size, "table_row": 0 if pages is None else pages.stride(0),
+            "lengths": to.lengths, "counts": new.counts, "first": new.first, "arrived": to.arrived, "after": to.after,
+            "status": status, "pages": pages, "page_size": to.page_size, "page_count": self.k.shape[0],
+            "table_row": 0 if pages is None else pages.stride(0),
             "ring_first": to.ring_first, "ring": to.ring, "RING": to.ring > 0,
             "n_new": n_new, "capacity": to.capacity, "programs": n_new,
             "D": d, "DV": dv, "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)),
             "HEADS": heads, "BLOCK_H": power_above(heads),
         }  # fmt: skip
         arguments |= named_strides("k", new.k_strides) | named_strides("v", new.v_strides)
-        arguments |= named_strides("K", self.k.stride()[:3]) | named_strides("V", self.v.stride()[:3])
+        arguments |= named_strides("K", self.k.stride()) | named_strides("V", self.v.stride())
         arguments |= named_strides("S", scales)
-        return Launch(store, (n_new, batch), arguments, 4, 1)
+        return Launch(store, (n_new if to.after is None else max(n_new, 1), batch), arguments, 4, 1)
+
+
+def paged_keys(
+    pages: tuple[torch.Tensor, ...], table: torch.Tensor, lengths: torch.Tensor | None, most: int, placed: bool
+) -> Keys:
+    """Keys and values in pages of the caller's, (pages, page_size, heads, dim)."""
+    (count, size, *_), status = pages[0].shape, status_of(pages[0].device)
+    return Rows.over(pages).keys(
+        pages=table, page_size=size, page_count=count, lengths=lengths, status=status, most=most, placed=placed
+    )

@@ -34,6 +34,11 @@ class Followed(NamedTuple):
     def __bool__(self) -> bool:
         return self.sinks is not None or bool(self.tables)
 
+    @property
+    def unfollowed(self) -> Options:
+        """The options of a call that nobody follows."""
+        return self.options if self.sinks is None else self.options._replace(sink_logits=self.sinks.detach())
+
 
 def followed(options: Options) -> Followed:
     """Functions are traced, since they may look up tables that are followed; such tensors to add become tables."""

@@ -152,6 +152,7 @@ _CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))
 MOST_SEEDS = 1 << 64  # a seed is the key of dropout's random numbers
 _MOST_VALUES = 4096  # of a list that a key may hold
 DEFAULTS: dict[str, Any] = {name: x.__metadata__[0] for name, x in AllOptions.__annotations__.items()}
+BY_HEAD = ("sink_logits",)  # options that have an entry for each query head
 
 
 def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) -> tuple[Any, ...] | None:

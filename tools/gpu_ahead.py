@@ -1,6 +1,6 @@
 """Ahead of time: compiles the kernels of the tile table for GPUs that this machine lacks, and inspects the result.
 
-No driver is needed: Triton's own ptxas and disassembler are used. `python -m speedlight.gpu.ahead` prints a line per
+No driver is needed: Triton's own ptxas and disassembler are used. `python tools/gpu_ahead.py` prints a line per
 kernel and ends with 1 if one of them spills, asks for more shared memory than the device has, or leaves the tensor
 cores alone.
 """
@@ -21,21 +21,22 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from ..arrays.dtypes import CODES
-from ..expressions.patterns import documents, softcap
-from ..expressions.tracing import expression
-from ..problem.build import Stored, from_stored
-from ..problem.problem import Options
-from .joining import Ending, Found, State, joining
-from .keys import Keys, arrays_of
-from .launch import Launch
-from .prepare import Part
-from .rows import cache_type
-from .schedule import schedule
-from .sequence import RECOMPUTE
-from .uploads import uploads_of
+from speedlight.arrays.dtypes import CODES
+from speedlight.arrays.memory import Array
+from speedlight.expressions.patterns import documents, softcap
+from speedlight.expressions.tracing import expression
+from speedlight.gpu.joining import Ending, Found, State, joining
+from speedlight.gpu.keys import Keys, arrays_of, axes
+from speedlight.gpu.launch import Launch
+from speedlight.gpu.prepare import Part
+from speedlight.gpu.rows import Destination, Rows, Tokens, cache_type, paged_keys
+from speedlight.gpu.schedule import schedule
+from speedlight.gpu.sequence import RECOMPUTE
+from speedlight.gpu.uploads import uploads_of
+from speedlight.problem.build import Stored, from_stored
+from speedlight.problem.problem import Options
+from speedlight.problem.tokens import TokenShape
 
 # capability: most shared memory of a block, and what its tensor cores' instructions are called
 DEVICES = {
@@ -44,11 +45,22 @@ DEVICES = {
     (10, 0): (232_448, r"tcgen05\.mma|UTC\w*MMA|\bHMMA"),
 }
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.int8: "i8", torch.uint8: "u8",
-    torch.float64: "fp64",
-}  # fmt: skip
+
+
+class Device:
+    """A driver that says what a GPU of a capability would say, and launches nothing."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.number = capability[0] * 10 + capability[1]
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.number, 32)
+
+    def get_current_device(self) -> int:
+        return self.number  # of which Triton keeps kernels apart
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +88,13 @@ class Compiled:
 
 
 def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compiled:
-    """The launch, compiled as it would be on such a device."""
-    signature, constants, attributes = {}, {}, {}
-    for n, parameter in enumerate(each.kernel.params):
-        value = each.arguments[parameter.name]
-        kind = _name_type(value) if not parameter.is_constexpr else None
-        if kind is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        signature[parameter.name] = kind
-        even = isinstance(value, torch.Tensor) or (
-            isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-        )
-        if even:
-            attributes[n,] = [["tt.divisibility", 16]]
-    start = time.perf_counter()
-    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    """The launch, compiled as a call on such a device compiles it, by Triton's own reading of the arguments."""
+    driver: Any = Device(capability)
+    triton.runtime.driver.set_active(driver)
+    given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n, x in each.arguments.items()}
     options = {"num_warps": each.warps, "num_stages": each.stages, "maxnreg": each.registers}
-    built = triton.compile(ASTSource(each.kernel, signature, constants, attributes), target=target, options=options)
+    start = time.perf_counter()
+    built = each.kernel.warmup(**given, grid=each.grid, **options)
     seconds = time.perf_counter() - start
     text = _assemble(built.asm["ptx"], capability)
     used, spilled = (re.findall(pattern, text) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
@@ -107,16 +108,6 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
     return Compiled(
         name, max(map(int, used), default=0), sum(map(int, spilled)), built.metadata.shared, seconds, counts, warnings
     )
-
-
-def _name_type(value: Any) -> str | None:
-    if isinstance(value, torch.Tensor):
-        return f"*{_TYPES[value.dtype]}"
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int):
-        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-    return "fp32" if isinstance(value, float) else None
 
 
 def _assemble(ptx: str, capability: tuple[int, int]) -> str:
@@ -191,14 +182,13 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
 
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as codes."""
-    from ..problem.tokens import TokenShape
-    from .paging import storing
-    from .rows import Destination, Rows, Tokens
-
     pages, words = torch.zeros((4, 16, 8, 128), dtype=torch.bfloat16), torch.zeros((2, 4), dtype=torch.int32)
-    where, x = (words, words[:, 0], words[:, 1]), torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
-    yield "bfloat16 append raw pages", storing((pages, pages), (x, x), "bhld", where, (1, None, None))
-    yield "bfloat16 append packed", storing((pages, pages), (x[:, :, 0],) * 2, "lhd", where, (1, where[1], where[2]))
+    to = Destination(words[:, 0], 64, pages=words, page_size=16, after=words[:, 1])
+    packed = words[:, 0], words[:, 1]
+    for name, layout, shape, more in (("raw pages", "bhld", (2, 8, 1), ()), ("packed", "lhd", (2, 8), packed)):
+        x = torch.zeros((*shape, 128), dtype=torch.bfloat16)
+        new = Tokens(x, x, axes(x, layout), axes(x, layout), 1, *more)
+        yield f"bfloat16 append {name}", Rows.over((pages, pages)).put(new, to, words)
     for dtype, paged in itertools.product(("bfloat16", *CODES), (False, True)):
         device = torch.device("cpu")
         rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)
@@ -223,8 +213,6 @@ def joins() -> Iterator[tuple[str, Launch]]:
 
 def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     """The launches of a case. The tensors are small: only their types and strides matter."""
-    from ..arrays.memory import Array
-
     d, q_len, value_dim, number = case.d, case.q_len, case.value_dim or case.d, getattr(torch, case.dtype)
     q, out = (
         torch.empty_strided((1, 32, q_len, x), (32 * q_len * x, q_len * x, x, 1), dtype=y, device="meta")
@@ -248,10 +236,8 @@ def _keys(case: Case, d: int, value_dim: int) -> Keys:
     k, v = (torch.empty((*shape, x), dtype=stored, device="meta") for x in (d, value_dim))
     keys = arrays_of(k, v, "bhld")
     if case.paged:
-        keys = Keys(k, v, (k.stride(0), k.stride(2), k.stride(1), 1), (v.stride(0), v.stride(2), v.stride(1), 1))
-        keys.pages, keys.page_size, keys.page_count = torch.zeros((1, 256), dtype=torch.int32), 16, 256
-        keys.lengths, keys.status = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
-        keys.most = 4096
+        table, lengths = torch.zeros((1, 256), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        keys = paged_keys((k, v), table, lengths, 4096, False)
     if case.codes:
         keys.k_scales = keys.v_scales = torch.zeros(shape).permute(0, 2, 1)
     return keys
