@@ -61,7 +61,7 @@ class ReplayShape:
 
 def replay_module(s: ReplayShape, symbol: str) -> Module:
     module = Module(symbol)
-    _Main(module, symbol, _matches(module), _packs(module)).write()
+    _Main(module, symbol, _matches(module), _Repeat(module, _packs(module)).write()).write()
     return module
 
 
@@ -335,75 +335,42 @@ def _step(k: Function, word: Any, t: int) -> Value:
     return k.select(word(t, 1) > 1, word(t, 5), k.i64(0))
 
 
-class _Main:
-    """replay(self, arguments, count): CPython's, of (tag, q, k, v, options), and of a step of a cache the tuple of
-    addresses of its keys and values and the list of lengths: the result, or None.
+def _nothing(body: _Body, block: Value) -> Value:
+    none = body.k.load(PTR, block, BLOCK.offset("none"))
+    body.calling(block, "Py_IncRef", none, returns=VOID)
+    return none
+
+
+class _Repeat:
+    """repeat(block, form, arguments, objects, frame): the result of a call that has a form, or None; where there is no
+    memory for it, what Python raises is passed on.
     """
 
-    def __init__(self, module: Module, symbol: str, matches: Any, packs: Any) -> None:
-        self.body = _Body(module, symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
-        self.matches, self.packs, self.k = matches, packs, self.body.k
-        self.block = self.k.load(PTR, self.k.p["self"], BYTES_VALUE)  # `self` is bytes: the block's address
+    def __init__(self, module: Module, packs: Any) -> None:
+        names = ("block", "form", "arguments", "objects", "frame")
+        self.body = _Body(module, "repeat", dict.fromkeys(names, PTR), PTR)
+        self.packs, self.k, self.block, self.form = packs, self.body.k, self.body.k.p["block"], self.body.k.p["form"]
 
-    def write(self) -> None:
-        """Looks for a form that fits, makes the result, packs and runs."""
-        k, block, body = self.k, self.block, self.body
-        arguments = k.p["arguments"]
-
-        def of_block(name: str) -> Value:
-            return k.load(I64, block, BLOCK.offset(name))
-
-        body.require(k.intrinsic("pthread_self", I64).equals(of_block("thread")))
-        self._check_around()
-        options = k.load(PTR, arguments, 8 * AT_OPTIONS)
-        body.require(k.load(I64, options, OBJECT_TYPE).equals(of_block("options")))
-        objects, frame = k.buffer(I64, TENSORS), k.buffer(I64, FRAME_WORDS)
-        for t in range(3):
-            k.store(k.load(I64, arguments, 8 + 8 * t), objects, 8 * t)
-        forms, count = k.load(PTR, block, BLOCK.offset("forms")), of_block("count")
-        chosen, n = k.variable(k.i64(0)), k.variable(k.i64(0))
-        with k.forever() as leave_if:
-            leave_if((n.get() >= count) | chosen.get().differs(0))
-            form = k.load(PTR, forms, n.get() * 8)
-            fits = k.call(self.matches, block, form, arguments, k.p["count"], objects, frame)
-            with k.when(fits.differs(0)):
-                chosen.set(k.load(I64, forms, n.get() * 8))
-            n.set(n.get() + 1)
-        body.require(chosen.get().differs(0))
-        form = k.pointer(chosen.get())
-        out, made = self._make_result(objects, form)
-        threads = k.call(self.packs, block, form, arguments, frame, made)
+    def write(self) -> Any:
+        """Makes the result, packs and runs."""
+        k, block, form, body = self.k, self.block, self.form, self.body
+        out, made = self._make_result()
+        threads = k.call(self.packs, block, form, k.p["arguments"], k.p["frame"], made)
         k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
-        self._run(form, threads)
+        self._run(threads)
         room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
         with k.range(0, k.load(I64, form, FORM.offset("wrong"))) as i:
             wrong.set(wrong.get() | k.load(I64, k.at(room, ROOM_AT["wrong"]), i * 8))
         with k.when(wrong.get().differs(0)):  # Python computes it once more, and raises
             body.calling(block, "Py_DecRef", out, returns=VOID)
         body.require(wrong.get().equals(0))
-        body.finish(out, self._nothing)
+        return body.finish(out, lambda: _nothing(body, block))
 
-    def _check_around(self) -> None:
-        """Requires what every form depends on: no gradients, the same settings, not long since they were read."""
-        k, block, body = self.k, self.block, self.body
-        recording = body.calling(block, "aoti_torch_grad_mode_is_enabled", returns=I8)
-        body.require((recording & 1).equals(0))
-        time = k.buffer(I64, 2)
-        body.require(k.intrinsic("clock_gettime", I32, k.const(CLOCK, I32), time).equals(0))
-        now = k.load(I64, time) * 1_000_000_000 + k.load(I64, time, 8)
-        body.require(now < k.load(I64, block, BLOCK.offset("until")))
-        for i in range(WATCHED):
-            held, key, value = (k.load(PTR, block, BLOCK.offset(f"watched{i}_{x}")) for x in ("dict", "key", "value"))
-            found = body.calling(block, "PyDict_GetItem", held, key, returns=PTR)
-            body.require(Value(k, k.b.icmp_unsigned("==", found.x, value.x)))
-
-    def _make_result(self, objects: Value, form: Value) -> tuple[Value, Value]:
-        """A tensor like q, and its address; where there is none, what Python raises is passed on. A mode of PyTorch's
-        may make something else: that is given up.
-        """
-        k, block, body = self.k, self.block, self.body
+    def _make_result(self) -> tuple[Value, Value]:
+        """A tensor like q, and its address. A mode of PyTorch's may make something else: that is given up."""
+        k, block, form, body = self.k, self.block, self.form, self.body
         empty_like = k.load(PTR, block, BLOCK.offset("empty_like"))
-        out = body.calling(block, "PyObject_CallOneArg", empty_like, k.load(PTR, objects), returns=PTR)
+        out = body.calling(block, "PyObject_CallOneArg", empty_like, k.load(PTR, k.p["objects"]), returns=PTR)
         bad = k.f.append_basic_block("raised")
         good = k.f.append_basic_block("made")
         k.b.cbranch(k.b.icmp_unsigned("==", out.x, ir.Constant(PTR, None)), bad, good)
@@ -425,9 +392,9 @@ class _Main:
         body.require(made.differs(0))
         return out, made
 
-    def _run(self, form: Value, threads: Value) -> None:
+    def _run(self, threads: Value) -> None:
         """Runs the kernel: alone, or as a region, of which there is one at a time. Other threads go on meanwhile."""
-        k, block, body = self.k, self.block, self.body
+        k, block, form, body = self.k, self.block, self.form, self.body
         words = k.at(k.load(PTR, block, BLOCK.offset("room")), ROOM_AT["words"])
         kernel = k.load(I64, form, FORM.offset("kernel"))
         region = k.load(PTR, block, BLOCK.offset("region"))
@@ -456,7 +423,59 @@ class _Main:
             body.calling(block, "Py_IncRef", none, returns=VOID)
             body.calling(block, "PyList_SetItem", region, k.i64(0), none, returns=I32)
 
-    def _nothing(self) -> Value:
-        none = self.k.load(PTR, self.block, BLOCK.offset("none"))
-        self.body.calling(self.block, "Py_IncRef", none, returns=VOID)
-        return none
+
+class _Main:
+    """replay(self, arguments, count): CPython's, of (tag, q, k, v, options), and of a step of a cache the tuple of
+    addresses of its keys and values and the list of lengths: the result, or None.
+    """
+
+    def __init__(self, module: Module, symbol: str, matches: Any, repeat: Any) -> None:
+        self.body = _Body(module, symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
+        self.matches, self.repeat, self.k = matches, repeat, self.body.k
+        self.block = self.k.load(PTR, self.k.p["self"], BYTES_VALUE)  # `self` is bytes: the block's address
+
+    def write(self) -> None:
+        """Looks for a form that fits, and holds it while that is repeated: Python's code, run meanwhile, may drop it."""
+        k, block, body = self.k, self.block, self.body
+        arguments = k.p["arguments"]
+
+        def of_block(name: str) -> Value:
+            return k.load(I64, block, BLOCK.offset(name))
+
+        body.require(k.intrinsic("pthread_self", I64).equals(of_block("thread")))
+        self._check_around()
+        options = k.load(PTR, arguments, 8 * AT_OPTIONS)
+        body.require(k.load(I64, options, OBJECT_TYPE).equals(of_block("options")))
+        objects, frame = k.buffer(I64, TENSORS), k.buffer(I64, FRAME_WORDS)
+        for t in range(3):
+            k.store(k.load(I64, arguments, 8 + 8 * t), objects, 8 * t)
+        forms, count = k.load(PTR, block, BLOCK.offset("forms")), of_block("count")
+        chosen, n = k.variable(k.i64(0)), k.variable(k.i64(0))
+        with k.forever() as leave_if:
+            leave_if((n.get() >= count) | chosen.get().differs(0))
+            form = k.load(PTR, forms, n.get() * 8)
+            fits = k.call(self.matches, block, form, arguments, k.p["count"], objects, frame)
+            with k.when(fits.differs(0)):
+                chosen.set(k.load(I64, forms, n.get() * 8))
+            n.set(n.get() + 1)
+        body.require(chosen.get().differs(0))
+        form = k.pointer(chosen.get())
+        owner = k.load(PTR, form, FORM.offset("owner"))
+        body.calling(block, "Py_IncRef", owner, returns=VOID)
+        result = k.call(self.repeat, block, form, arguments, objects, frame)
+        body.calling(block, "Py_DecRef", owner, returns=VOID)
+        body.finish(result, lambda: _nothing(body, block))
+
+    def _check_around(self) -> None:
+        """Requires what every form depends on: no gradients, the same settings, not long since they were read."""
+        k, block, body = self.k, self.block, self.body
+        recording = body.calling(block, "aoti_torch_grad_mode_is_enabled", returns=I8)
+        body.require((recording & 1).equals(0))
+        time = k.buffer(I64, 2)
+        body.require(k.intrinsic("clock_gettime", I32, k.const(CLOCK, I32), time).equals(0))
+        now = k.load(I64, time) * 1_000_000_000 + k.load(I64, time, 8)
+        body.require(now < k.load(I64, block, BLOCK.offset("until")))
+        for i in range(WATCHED):
+            held, key, value = (k.load(PTR, block, BLOCK.offset(f"watched{i}_{x}")) for x in ("dict", "key", "value"))
+            found = body.calling(block, "PyDict_GetItem", held, key, returns=PTR)
+            body.require(Value(k, k.b.icmp_unsigned("==", found.x, value.x)))

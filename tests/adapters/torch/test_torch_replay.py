@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
 import threading
+import time
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from injection import interrupted, needs_places, places, spread
+from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
 import speedlight.torch
 from speedlight import engines
-from speedlight.cpu.memory.forms import FORM
-from speedlight.cpu.runtime import replay
+from speedlight.calls import dense
+from speedlight.cpu.memory.forms import BLOCK, FORM
+from speedlight.cpu.runtime import replay, workers
+from speedlight.problem.problem import PLAIN
 
 HEADS, DIM = 4, 32
 
@@ -390,3 +396,75 @@ def test_every_door_has_what_one_has_taught(known):
             sl.attention(q, k, v, dropout=0.5)
         with pytest.raises(sl.Error, match="dropout"):
             sl.attention(q, k, v, dropout=float("nan"))
+
+
+def test_a_form_lives_as_long_as_its_call(known):
+    """A mode of PyTorch's, or the garbage collector, may run Python while machine code has a form in hand."""
+    q, k, v = drawn(2, 33, 33)
+    held = []
+
+    class Dropping(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.empty_like:
+                known.forget()
+                dense._prepared.clear()
+                gc.collect()
+                held.append(gone() is not None)
+            return function(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        for _ in range(3):
+            want = sl.attention(q, k, v)
+        ((form, (_, _, prepared, *_)),) = known._known.values()
+        gone = weakref.ref(prepared)
+        del form, prepared
+        with Dropping():
+            same(sl.attention(q, k, v), want)
+    assert held == [True] and gone() is None
+
+
+@needs_places
+@pytest.mark.parametrize("threads", [1, 2])
+def test_interrupts_leave_machine_code_nothing_that_is_gone(known, monkeypatch, threads):
+    """Nor a form that other threads were asked for, wherever a learning ends that makes room."""
+    monkeypatch.setattr(workers, "_limit", lambda: 2)
+    monkeypatch.setattr(workers, "counted_until", lambda: time.monotonic() + 1)
+    calls = [drawn(1, n, n) for n in range(20, 21 + replay._MOST)]
+
+    def fill():
+        known.forget()
+        sl.set_threads(2)
+        for q, k, v in calls[:-1]:
+            sl.attention(q, k, v)
+        assert len(known._known) == replay._MOST and not used(known)
+        sl.set_threads(threads)
+
+    def learn():
+        sl.attention(*calls[-1])
+
+    def prepare():
+        for n in {threads, 2}:
+            sl.set_threads(n)
+            for q, k, v in calls:
+                sl.attention(q, k, v)
+
+    room = ("runtime/replay.py",)
+    try:
+        with torch.no_grad():
+            prepare()
+            fill()
+            found = places(learn, room)
+            assert len(found) > 50
+            for n in spread(found, 100):
+                fill()
+                assert interrupted(learn, n, room)
+                read = known._forms[: known._block[BLOCK.word("count")]]
+                assert set(read) <= {ctypes.addressof(x.form) for x in known._known.values()}, n
+                out = known.call(None, *calls[5], PLAIN)
+                assert out is None or known._machine[0] == threads, n
+            want = by_python(lambda: sl.attention(*calls[-1]))
+            for _ in range(3):
+                same(sl.attention(*calls[-1]), want)
+            assert used(known) >= 1
+    finally:
+        sl.set_threads(None)
