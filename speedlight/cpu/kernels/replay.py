@@ -435,7 +435,7 @@ class _Main:
         self.block = self.k.load(PTR, self.k.p["self"], BYTES_VALUE)  # `self` is bytes: the block's address
 
     def write(self) -> None:
-        """Looks for a form that fits, and holds it while that is repeated: Python's code, run meanwhile, may drop it."""
+        """Looks for a form that fits, and holds it meanwhile: what Python runs where a result is made may drop it."""
         k, block, body = self.k, self.block, self.body
         arguments = k.p["arguments"]
 
