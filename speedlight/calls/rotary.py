@@ -91,7 +91,8 @@ def rotary(
         if key is not None:
             _known.put(key, known, 4 * known.rotation.cos.nbytes)
     if known.cos is not None and out is None:
-        return _turned_by_numpy(x, known) if type(x) is np.ndarray else _turned_tensor(x, known)
+        turn: Any = _turned_by_numpy if type(x) is np.ndarray else _turned_tensor
+        return turn(x, known)
     if out is not None:
         check_out(out, x)
     return _rotated(x, known.rotation, out)
