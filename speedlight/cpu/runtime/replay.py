@@ -145,7 +145,8 @@ class Replays:
             self._change({})
 
     def _change(self, known: dict[Any, _Known]) -> None:
-        """Tells the code which forms there are now: the last learned first."""
+        """Tells the code which forms there are now: the last learned first, of more than there is room for."""
+        known = dict([*known.items()][-_MOST:])  # a signal's handler may have learned some meanwhile
         forms = [ctypes.addressof(x.form) for x in reversed(known.values())]
         block, count, old = self._block, len(forms), self._known
         # a run of plain stores, between which no signal comes; `old` ends after it

@@ -468,3 +468,25 @@ def test_interrupts_leave_machine_code_nothing_that_is_gone(known, monkeypatch, 
             assert used(known) >= 1
     finally:
         sl.set_threads(None)
+
+
+def test_a_signals_handler_learns_meanwhile(known, monkeypatch):
+    """It takes the room that was made for another."""
+    calls, make = [drawn(1, n, n) for n in range(20, 22 + replay._MOST)], replay._make_form
+
+    def interrupted(*given):
+        monkeypatch.setattr(replay, "_make_form", make)
+        sl.attention(*calls[-1])
+        return make(*given)
+
+    with torch.no_grad():
+        for _ in range(2):
+            for q, k, v in calls:
+                sl.attention(q, k, v)
+        known.forget()
+        for q, k, v in calls[: replay._MOST]:
+            sl.attention(q, k, v)
+        monkeypatch.setattr(replay, "_make_form", interrupted)
+        for q, k, v in [calls[-2]] * 3 + calls:
+            same(sl.attention(q, k, v), by_python(lambda q=q, k=k, v=v: sl.attention(q, k, v)))
+    assert replay._make_form is make and len(known._known) == replay._MOST

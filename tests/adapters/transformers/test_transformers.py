@@ -398,7 +398,7 @@ def test_padding_of_this_mask(seed):
 
 def test_register(monkeypatch):
     from speedlight.transformers import attending
-    from speedlight.transformers.registering import TRANSFORMERS
+    from speedlight.transformers.options import TRANSFORMERS
 
     TRANSFORMERS.check_version("5.23.4")
     with pytest.raises(sl.Error, match=r"expected 5.23 or newer, .*; got 4.57.1. pip install -U"):
