@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -99,8 +100,13 @@ FORMS = {
     "self, a bias": lambda n: (drawn(2, 33, 33), {"score": torch.randn(1, HEADS, 33, 33)}),
     "self, a bias with -inf": lambda n: (drawn(2, 33, 33), {"score": hiding(2, 1, 33, 33)}),
     "cross, expanded": lambda n: (drawn(2, 20, 70), {"mask": seen(2, 1, 1, 70).expand(2, HEADS, 20, 70)}),
+    "decode, tokens before heads": lambda n: ([x.transpose(1, 2) for x in drawn(2, 1, 40 + n)], {"layout": "blhd"}),
+    "self, a bias of bfloat16": lambda n: (drawn(2, 33, 33), {"score": torch.randn(1, HEADS, 33, 33).bfloat16()}),
+    "self, sinks": lambda n: (drawn(2, 33, 33), {"sink_logits": SINKS.__setitem__(0, float(n)) or SINKS}),
 }  # fmt: skip
-LEFT = ("self, of one tensor",)  # its result is not like q
+# results that are not like q; another layout; copies of tables; lists, which may change
+LEFT = ("self, of one tensor", "decode, tokens before heads", "self, a bias of bfloat16", "self, sinks")
+SINKS = [0.0] * HEADS
 
 
 def seen(*shape):
@@ -246,10 +252,11 @@ def test_negated_and_short_tensors_are_refused_as_by_python(known):
             want = sl.attention(q, k, v)
         with pytest.raises(sl.Error, match="lazily negated"):
             sl.attention(q, torch._neg_view(k), v)
-        short = torch.randn(2, HEADS, 40, DIM)
-        short.untyped_storage().resize_(64)
-        with pytest.raises(sl.Error, match="memory"):
-            sl.attention(q, short, v)
+        short = torch.randn(3, HEADS, 40, DIM)[1:]  # its storage has the bytes, but from an earlier place on
+        short.untyped_storage().resize_(short.nbytes)
+        for given in ((q, short, v), (q, k, short)):
+            with pytest.raises(sl.Error, match="memory"):
+                sl.attention(*given)
         with pytest.raises(sl.Error):
             sl.attention(q, k.to("meta"), v)
         same(sl.attention(q, k, v), want)
@@ -490,3 +497,85 @@ def test_a_signals_handler_learns_meanwhile(known, monkeypatch):
         for q, k, v in [calls[-2]] * 3 + calls:
             same(sl.attention(q, k, v), by_python(lambda q=q, k=k, v=v: sl.attention(q, k, v)))
     assert replay._make_form is make and len(known._known) == replay._MOST
+
+
+def test_what_is_no_tensor_is_refused_as_by_python(known):
+    q, k, v = drawn(2, 1, 40)
+    wrong = (None, 5, "k", object(), [k], k[0], k[:, :2], k[:1], k[:, :, 1:], k.to_sparse(), k.cfloat())
+    with torch.no_grad():
+        for _ in range(3):
+            want = sl.attention(q, k, v)
+        for x in wrong:
+            for given in ((q, x, v), (q, k, x)):
+                with pytest.raises(sl.Error) as raised:
+                    sl.attention(*given)
+                with pytest.raises(sl.Error, match=re.escape(str(raised.value))):
+                    sl.attention(*[y.clone() if type(y) is torch.Tensor else y for y in given], engine="cpu")
+        for x in (torch.nn.Parameter(k), k.numpy()):
+            same(sl.attention(q, x, v), want)
+    assert used(known) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_trace_is_refused_by_calls_that_are_known(known):
+    q, k, v = drawn(2, 1, 40)
+    with torch.no_grad():
+        for _ in range(3):
+            sl.attention(q, k, v)
+        with pytest.raises(sl.Error, match="trace"):
+            torch.jit.trace(lambda q: sl.attention(q, k, v), q)
+
+
+def test_inference_mode_has_forms_of_its_own(known):
+    q, k, v = drawn(2, 1, 40)
+    with torch.no_grad():
+        for _ in range(3):
+            want = sl.attention(q, k, v)
+    with torch.inference_mode():
+        inner = [x.clone() for x in (q, k, v)]
+        before = used(known)
+        outs = [sl.attention(*inner) for _ in range(4)]
+        assert used(known) == before + 3
+        assert all([x.is_inference() for x in outs])
+        same(outs[-1], want)
+    with torch.no_grad():
+        out = sl.attention(q, k, v)
+    assert not out.is_inference() and used(known) == before + 4
+
+
+def test_threads_are_counted_now_and_then(known, monkeypatch):
+    """What is known says until when; then Python looks again, and forgets what is of other threads."""
+    monkeypatch.setattr(workers, "_limit", lambda: 2)
+    q, k, v = drawn(2, 256, 256)
+
+    def threads():
+        return {x.form[FORM.word("threads")] for x in known._known.values()}
+
+    try:
+        sl.set_threads(2)
+        with torch.no_grad():
+            for _ in range(3):
+                want = sl.attention(q, k, v)
+            assert threads() == {2} and used(known) >= 1
+            known._set(until=1)
+            before = used(known)
+            for n in (0, 1):
+                same(sl.attention(q, k, v), want)
+                assert used(known) == before + n
+            sl.set_threads(1)
+            for _ in range(3):
+                same(sl.attention(q, k, v), want)
+            assert threads() == {1} and used(known) >= 1
+    finally:
+        sl.set_threads(None)
+
+
+def test_a_mask_that_requires_grad_has_pytorchs_result(known):
+    """A contiguous one, whatever q is like."""
+    q, k, v = (torch.randn(2, 33, HEADS, DIM).transpose(1, 2) for _ in range(3))
+    bias = torch.randn(1, 1, 33, 33)
+    with torch.no_grad(), speedlight.torch.sdpa():
+        for _ in range(3):
+            want = F.scaled_dot_product_attention(q, k, v, bias)
+        assert used(known) >= 1 and want.stride() == q.stride()
+        same(F.scaled_dot_product_attention(q, k, v, bias.requires_grad_()), want.contiguous())

@@ -12,6 +12,7 @@ from adapters.torch.test_torch_replay import by_python, known, same, used
 from injection import interrupted, needs_places, places, spread
 
 import speedlight as sl
+from speedlight.kv import running
 from speedlight.problem.windows import SPARE
 
 __all__ = ["known"]
@@ -165,6 +166,37 @@ def test_a_cache_is_not_kept_alive(known):
     del cache
     gc.collect()
     assert gone() is None
+
+
+def test_sequences_without_tokens_are_read_as_by_python(known):
+    cache, past, q = made(3), tokens(3, 4), tokens(3, 1, 4)
+    with torch.no_grad():
+        cache.append(1, past, past)
+        for _ in range(4):
+            cache.attend(1, q)
+        before = used(known)
+        cache.truncate(0)
+        cache.append(1, past, past, new_lengths=[4, 3, 0])
+        out = cache.attend(1, q)
+    assert before >= 2 and used(known) == before and not out[2].any() and out[:2].any()
+
+
+def test_what_others_append_meanwhile_stays(known, monkeypatch):
+    cache, q = made(), tokens(1, 1, 4)
+    mine, theirs = tokens(1, 1), tokens(1, 1)
+    steps(cache, 1, 6)
+    transact = running.transact
+
+    def late(*given):
+        monkeypatch.setattr(running, "transact", transact)
+        cache.append(1, theirs, theirs)
+        return transact(*given)
+
+    monkeypatch.setattr(running, "transact", late)
+    with torch.no_grad():
+        cache.attend(1, q, mine, mine)
+    assert running.transact is transact and cache.length(1) == 8
+    np.testing.assert_array_equal(cache.keys(1)[:, :, 6:], torch.cat([theirs, mine], 2).numpy())
 
 
 @needs_places
