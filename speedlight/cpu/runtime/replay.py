@@ -150,7 +150,6 @@ class Replays:
         forms = [ctypes.addressof(x.form) for x in reversed(known.values())]
         block, count, old = self._block, len(forms), self._known
         # a run of plain stores, between which no signal comes; `old` ends after it
-        block[_COUNT] = 0
         self._known = known
         self._forms[:count] = forms
         block[_COUNT] = count
