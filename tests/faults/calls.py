@@ -94,4 +94,11 @@ MUTATIONS = (
         "        if overlap(out, x) and out.shape == ():\n",
         "tests/arguments/test_problem.py -k overlap",
     ),
+    Mutation(
+        "rotary() keeps tables of many tokens",
+        "calls/rotary.py",
+        "batch_of(x.shape, layout) * x.shape[axes[-2]] > _FEW:",
+        "x.shape[0] * x.shape[-2] > _FEW:",
+        "tests/conformance/attention/test_rotary.py -k little_memory",
+    ),
 )
