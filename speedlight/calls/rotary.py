@@ -138,7 +138,7 @@ def _key_of(x: Any, options: Options) -> Any:
         return None
     if not (kinds[0] in _WHOLE_OR_NONE and kinds[1] in _NUMBERS_OR_NONE and kinds[3] in _WHOLE_OR_NONE):
         return None
-    return (x.shape, x.dtype, *options, kinds) if kinds[2] is bool else None
+    return (x.shape, x.dtype, *options) if kinds[2] is bool else None
 
 
 def _rotated(x: Any, rotation: Rotation, out: Any) -> Any:
