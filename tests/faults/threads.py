@@ -117,13 +117,6 @@ MUTATIONS = (
         "tests/adapters/torch/test_torch_steps.py -k without_tokens",
     ),
     Mutation(
-        "machine code runs a region where another thread has one",
-        "cpu/kernels/replay.py",
-        "together = (threads > 1) & free",
-        "together = threads > 1",
-        "tests/adapters/torch/test_torch_replay.py -k region_of_another",
-    ),
-    Mutation(
         "forms end before machine code is told",
         "cpu/runtime/replay.py",
         "block, count, old = self._block, len(forms), self._known\n",
