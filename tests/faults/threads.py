@@ -149,7 +149,7 @@ MUTATIONS = (
         "cpu/runtime/replay.py",
         'if options.layout != "bhld" or options.dropout',
         "if options.dropout",
-        "tests/adapters/torch/test_torch_replay.py -k before_heads",
+        "tests/adapters/torch/test_torch_replay.py -k 'decode and before'",
     ),
     Mutation(
         "forms of inference mode are not told from others",
