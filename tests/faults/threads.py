@@ -107,7 +107,7 @@ MUTATIONS = (
         "cpu/kernels/replay.py",
         'owner = k.load(PTR, form, FORM.offset("owner"))',
         'owner = k.load(PTR, block, BLOCK.offset("none"))',
-        "tests/adapters/torch/test_torch_replay.py -k lives_as_long",
+        "tests/adapters/torch/test_torch_replay_forms.py -k lives_as_long",
     ),
     Mutation(
         "machine code reads sequences without a token",
@@ -121,21 +121,21 @@ MUTATIONS = (
         "cpu/runtime/replay.py",
         "block, count, old = self._block, len(forms), self._known\n",
         "block, count, old = self._block, len(forms), self._known.clear()\n",
-        "tests/adapters/torch/test_torch_replay.py -k leave_machine",
+        "tests/adapters/torch/test_torch_replay_forms.py -k leave_machine",
     ),
     Mutation(
         "more forms are told than there is room for",
         "cpu/runtime/replay.py",
         "known = dict([*known.items()][-_MOST:])",
         "known = dict([*known.items()])",
-        "tests/adapters/torch/test_torch_replay.py -k learns_meanwhile",
+        "tests/adapters/torch/test_torch_replay_forms.py -k learns_meanwhile",
     ),
     Mutation(
         "forms of as many threads as before are repeated",
         "cpu/runtime/replay.py",
         "if machine != self._machine:\n            self.forget()",
         "if machine != self._machine:",
-        "tests/adapters/torch/test_torch_replay.py -k counted_now",
+        "tests/adapters/torch/test_torch_replay_forms.py -k counted_now",
     ),
     Mutation(
         "machine code takes lists for options that never change",
@@ -156,7 +156,7 @@ MUTATIONS = (
         "cpu/runtime/replay.py",
         "name = tag, key, *local, *[_keys_of(x, torch) for x in whole]",
         "name = tag, key",
-        "tests/adapters/torch/test_torch_replay.py -k inference_mode",
+        "tests/adapters/torch/test_torch_replay_forms.py -k inference_mode",
     ),
     Mutation(
         "a mask that requires grad has the result of one that does not",
