@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         "machine code takes tensors of any strides",
-        "cpu/kernels/replay.py",
+        "cpu/kernels/replay_matching.py",
         "(size >= ranges[0]) & (size <= ranges[1]) & (stride >= ranges[2]) & (stride <= ranges[3])",
         "(size >= ranges[0]) & (size <= ranges[1])",
         "tests/adapters/torch/test_torch_replay.py -k lie_otherwise",
@@ -83,21 +83,21 @@ MUTATIONS = (
     ),
     Mutation(
         "machine code reads what is no tensor",
-        "cpu/kernels/replay.py",
+        "cpu/kernels/replay_matching.py",
         'require(k.load(I64, given, OBJECT_TYPE).equals(k.load(I64, block, BLOCK.offset("tensor"))))',
         "require(k.load(I64, given, OBJECT_TYPE).differs(0))",
         "tests/adapters/torch/test_torch_replay.py -k no_tensor",
     ),
     Mutation(
         "machine code does not look where in its storage a tensor begins",
-        "cpu/kernels/replay.py",
+        "cpu/kernels/replay_matching.py",
         "require(k.load(I64, found) >= end.get() + offset * itemsize)",
         "require(k.load(I64, found) >= end.get())",
         "tests/adapters/torch/test_torch_replay.py -k short_tensors",
     ),
     Mutation(
         "machine code does not look what traces a call",
-        "cpu/kernels/replay.py",
+        "cpu/kernels/replay_matching.py",
         'require(k.load(I64, local, 8 * i).equals(of_form(f"local{i}")))',
         "require(k.load(I64, local, 8 * i).differs(0) | 1)",
         "tests/adapters/torch/test_torch_replay.py -k a_trace",
@@ -111,7 +111,7 @@ MUTATIONS = (
     ),
     Mutation(
         "machine code reads sequences without a token",
-        "cpu/kernels/replay.py",
+        "cpu/kernels/replay_matching.py",
         "(length >= 0) & (length + new > 0)",
         "(length >= 0)",
         "tests/adapters/torch/test_torch_steps.py -k without_tokens",
