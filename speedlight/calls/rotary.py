@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.array import describe
+from ..arrays.layouts import batch_of
 from ..arrays.memory import overlap
 from ..arrays.torch_tensors import makes_plain_tensors
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, public
+from ..problem.problem import LAYOUTS, our_layout
 from ..problem.rotary_angles import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
 
 _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
-_FEW = 64  # tokens and heads
+_FEW = 64  # tokens
 _WHOLE_OR_NONE, _NUMBERS_OR_NONE = frozenset((int, type(None))), frozenset((int, float, type(None)))
 
 
@@ -89,7 +91,8 @@ def rotary(
         if key is not None:
             _known.put(key, known, 4 * known.rotation.cos.nbytes)
     if known.cos is not None and out is None:
-        return _turned_by_numpy(x, known) if type(x) is np.ndarray else _turned_tensor(x, known)
+        turn: Any = _turned_by_numpy if type(x) is np.ndarray else _turned_tensor
+        return turn(x, known)
     if out is not None:
         check_out(out, x)
     return _rotated(x, known.rotation, out)
@@ -128,13 +131,14 @@ def _key_of(x: Any, options: Options) -> Any:
     """
     if options.cos is not None or options.sin is not None or not (type(x) is np.ndarray or makes_plain_tensors(x)):
         return None
-    if len(x.shape) < 2 or x.shape[0] * x.shape[-2] > _FEW:
-        return None
     _, _, positions, base, interleaved, dims, layout = options
     kinds = type(positions), type(base), type(interleaved), type(dims), type(layout)
+    axes = LAYOUTS.get(our_layout(layout)) if kinds[4] is str else None
+    if axes is None or len(axes) != len(x.shape) or batch_of(x.shape, layout) * x.shape[axes[-2]] > _FEW:
+        return None
     if not (kinds[0] in _WHOLE_OR_NONE and kinds[1] in _NUMBERS_OR_NONE and kinds[3] in _WHOLE_OR_NONE):
         return None
-    return (x.shape, x.dtype, *options, kinds) if kinds[2] is bool and kinds[4] is str else None
+    return (x.shape, x.dtype, *options) if kinds[2] is bool else None
 
 
 def _rotated(x: Any, rotation: Rotation, out: Any) -> Any:

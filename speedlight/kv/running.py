@@ -64,15 +64,17 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     if found is None:
         return None
     step, addresses = found
+    n, seed = step.new, options.seed_word()
+    if cache._ring.size and n > SPARE:
+        return None  # so many may write over tokens that are promised, which are to be kept meanwhile
     if can_learn and type(arrays[0]) is not np.ndarray:
         machine = engines.threads_now(), current_isa().name
         if engines.cpu().replays().learn_step(steps, arrays, options, machine, step, cache.capacity):
             steps.are_learned = True
-    n, seed = step.new, options.seed_word()
     if not n:
         return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
     totals = [x + n for x in lengths]
-    if max(totals) > cache.capacity or (cache._ring.size and n > SPARE):
+    if max(totals) > cache.capacity:
         return None
 
     def change() -> Any:

@@ -17,7 +17,7 @@ from ..front import replay
 from ..torch.attending import attend_again, attention
 from .caches import Kept
 from .masks import MaskSpec
-from .registering import TRANSFORMERS
+from .options import TRANSFORMERS
 
 # options that models hand on and that change nothing, those that are looked at, and what register(harmless=…) names
 harmless: frozenset[str] = frozenset((*TRANSFORMERS.ignored, "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))

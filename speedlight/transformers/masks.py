@@ -74,7 +74,7 @@ class MaskSpec:
         self._make_dense = make_dense
         self._dense: torch.Tensor | None = None
         self._options: dict[str, Any] | None = None
-        self._records: dict[float | None, Options] = {}
+        self._records: dict[Any, Options] = {}  # by a scale and its type
         self._in_cache: dict[int | None, Expression | None] = {}
 
     def __repr__(self) -> str:
@@ -140,12 +140,13 @@ class MaskSpec:
 
     def record(self, scale: float | None) -> Options | None:
         """Returns the options of a call without others; None of packed sequences."""
-        found = self._records.get(scale)
+        key = type(scale), scale
+        found = self._records.get(key)
         if found is None:
             options = self.options()
             if "cu_seqlens_q" in options:
                 return None
-            found = self._records[scale] = Options(**options, scale=scale)
+            found = self._records[key] = Options(**options, scale=scale)
         return found
 
     def _make_options(self) -> dict[str, Any]:

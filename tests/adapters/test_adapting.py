@@ -24,7 +24,7 @@ from speedlight.jax import JAX
 from speedlight.onnx import operators
 from speedlight.torch.dot_product import TORCH
 from speedlight.transformers.attending import attention_forward
-from speedlight.transformers.registering import TRANSFORMERS
+from speedlight.transformers.options import TRANSFORMERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-adapters.md"
 HEADING = "## What is ignored, and what is refused\n"

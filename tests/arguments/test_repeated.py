@@ -65,6 +65,22 @@ def test_out_stays_as_it_was_where_a_lookup_fails(rng):
             assert (target == 7).all()
 
 
+@pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy])
+def test_out_over_an_argument_is_refused_of_a_prepared_call(rng, wrap):
+    rooms = [rng.standard_normal(2 * 2 * 30 * 16 + 1, dtype=np.float32) for _ in "qkv"]
+    before = [room.copy() for room in rooms]
+    q, k, v = (wrap(room[:-1].reshape(2, 2, 30, 16)) for room in rooms)
+    out = wrap(np.empty((2, 2, 30, 16), np.float32))
+    for _ in range(2):
+        assert sl.attention(q, k, v, out=out) is out
+    for name, room in zip("qkv", rooms, strict=True):
+        for shift in (0, 1):
+            over = wrap(room[shift : room.size - 1 + shift].reshape(2, 2, 30, 16))
+            with pytest.raises(sl.ArgumentError, match=f"overlaps {name}"):
+                sl.attention(q, k, v, out=over)
+    assert all([(a == b).all() for a, b in zip(rooms, before, strict=True)])
+
+
 def test_tables_that_may_change_are_read_anew(rng):
     q, k, v = qkv(rng, "float32", 1, 1, 1, 300, 300, 16, 16)
     limits = np.zeros(10_000_000, np.int8)

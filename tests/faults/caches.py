@@ -159,4 +159,19 @@ MUTATIONS = (
         "if query.out is None and k is not None:",
         "tests/arguments/test_arrays.py -k over_an_argument",
     ),
+    Mutation(
+        "tokens that others append meanwhile are written over by machine code",
+        "kv/running.py",
+        "        if cache._held[layer] is not held:\n            return None  # somebody appended since\n"
+        "        result = replay(*given)",
+        "        result = replay(*given)",
+        "tests/adapters/torch/test_torch_steps.py -k others_append",
+    ),
+    Mutation(
+        "a long chunk is stored in a ring as a short one",
+        "kv/running.py",
+        "if cache._ring.size and n > SPARE:",
+        "if cache._ring.size and n > 4 * SPARE:",
+        "tests/adapters/torch/test_torch_steps.py -k ring_promised",
+    ),
 )

@@ -94,4 +94,18 @@ MUTATIONS = (
         "        if overlap(out, x) and out.shape == ():\n",
         "tests/arguments/test_problem.py -k overlap",
     ),
+    Mutation(
+        "rotary() keeps tables of many tokens",
+        "calls/rotary.py",
+        "batch_of(x.shape, layout) * x.shape[axes[-2]] > _FEW:",
+        "x.shape[0] * x.shape[-2] > _FEW:",
+        "tests/conformance/attention/test_rotary.py -k little_memory",
+    ),
+    Mutation(
+        "out of a prepared call may overlap an input",
+        "problem/prepared.py",
+        "return not any([first < high and low < last for low, high in others])",
+        "return not any([first < high and low < last for low, high in others[:0]])",
+        "tests/arguments/test_repeated.py -k over_an_argument",
+    ),
 )

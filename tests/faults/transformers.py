@@ -54,4 +54,11 @@ MUTATIONS = (
         "min(length, self.window)",
         "tests/adapters/transformers/test_transformers_caches.py -k test_rings",
     ),
+    Mutation(
+        "a scale of transformers is taken for another that is equal",
+        "transformers/masks.py",
+        "key = type(scale), scale",
+        "key = scale",
+        "tests/adapters/transformers/test_transformers.py -k used_again",
+    ),
 )

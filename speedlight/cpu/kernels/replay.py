@@ -8,7 +8,6 @@ thread calls it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,29 +18,22 @@ from ...host.machine import Isa
 from ..language.vector import I8, I32, I64, PTR, VOID, Function, Module, Value
 from ..memory.forms import (
     AFTER,
-    AT_LENGTHS,
     AT_OPTIONS,
     AT_PLACES,
     BLOCK,
     BYTES_VALUE,
     DIMS,
-    DROPOUT,
-    FLOAT_VALUE,
     FORM,
     FRAME_WORDS,
-    MASK,
     OBJECT_TYPE,
-    OPTIONS,
-    RANGES,
     ROOM_AT,
-    SCALE,
-    SCORE,
     TENSORS,
     TUPLE_ITEMS,
     WATCHED,
     at_tensor,
 )  # fmt: skip
 from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, RUN, SCRATCH, TABLES
+from .replay_matching import Body, matches_of
 from .task import call_at
 
 CLOCK = 1  # CLOCK_MONOTONIC
@@ -61,177 +53,8 @@ class ReplayShape:
 
 def replay_module(s: ReplayShape, symbol: str) -> Module:
     module = Module(symbol)
-    _Main(module, symbol, _matches(module), _packs(module)).write()
+    _Main(module, symbol, matches_of(module), _Repeat(module, _packs(module)).write()).write()
     return module
-
-
-class _Body:
-    """A function with a way out: what is required and is not so ends it with a result."""
-
-    def __init__(self, module: Module, name: str, params: Mapping[str, Any], returns: ir.Type, **kind: bool) -> None:
-        self.k = module.function(name, params, returns, **kind)
-        self.out = self.k.f.append_basic_block("out")
-
-    def require(self, condition: Value) -> None:
-        on = self.k.f.append_basic_block("on")
-        self.k.b.cbranch(condition.x, on, self.out)
-        self.k.b.position_at_end(on)
-
-    def finish(self, value: Value, otherwise: Any) -> Any:
-        self.k.b.ret(value.x)
-        self.k.b.position_at_end(self.out)
-        return self.k.finish(otherwise())
-
-    def calling(self, block: Value, name: str, *args: Value, returns: ir.Type = I64) -> Value:
-        """Calls one of the functions that the block has."""
-        kind = ir.FunctionType(returns, [a.type for a in args]).as_pointer()
-        at = self.k.load(I64, block, BLOCK.offset(name))
-        return Value(self.k, self.k.b.call(self.k.b.inttoptr(at.x, kind), [a.x for a in args]))
-
-
-def _matches(module: Module) -> Any:
-    """matches(block, form, arguments, count, objects, frame): 1 if all is as the form has it; then the frame is filled.
-
-    arguments, count: Python's. objects: the tensors, the fourth of which this puts there.
-    """
-    names = ("block", "form", "arguments", "count", "objects", "frame")
-    body = _Body(module, "matches", dict.fromkeys(names, PTR) | {"count": I64}, I64)
-    k, require = body.k, body.require
-    block, form, arguments, count, objects, frame = (k.p[x] for x in names)
-    options = k.load(PTR, arguments, 8 * AT_OPTIONS)
-
-    def of_form(name: str) -> Value:
-        return k.load(I64, form, FORM.offset(name))
-
-    def of_block(name: str) -> Value:
-        return k.load(I64, block, BLOCK.offset(name))
-
-    require(k.load(I64, arguments).equals(of_form("tag")) & count.equals(of_form("arguments")))
-    local = k.load(PTR, block, BLOCK.offset("local_keys"))
-    for i in range(2):
-        require(k.load(I64, local, 8 * i).equals(of_form(f"local{i}")))
-
-    def is_float(at: Value) -> Value:
-        return k.load(I64, at, OBJECT_TYPE).equals(of_block("float"))
-
-    role = of_form("role")
-    for i in range(OPTIONS):
-        given = k.load(I64, options, TUPLE_ITEMS + 8 * i)
-        if i == SCALE:
-            is_none = given.equals(of_block("none"))
-            at = k.pointer(k.select(is_none, of_block("none"), given))
-            number = is_float(at)
-            wants_none = of_form("scale_is_none").differs(0)
-            value = k.variable(k.i64(0))
-            with k.when(number):
-                value.set(k.load(I64, at, FLOAT_VALUE))
-            require((is_none & wants_none) | (number & (wants_none ^ 1) & value.get().equals(of_form("scale"))))
-        elif i == DROPOUT:  # none: any 0.0
-            zero = k.variable(given.equals(of_form(f"option{i}")))
-            with k.when(is_float(k.pointer(given))):
-                zero.set(k.load(I64, k.pointer(given), FLOAT_VALUE).equals(0))
-            require(zero.get())
-        else:
-            require(given.equals(of_form(f"option{i}")) | role.equals(i))
-            if i in (MASK, SCORE):
-                with k.when(role.equals(i)):
-                    k.store(given, objects, 8 * 3)
-    for t in range(TENSORS):
-        if t < 3:
-            _match_tensor(body, t)
-    more = of_form("tensors").equals(TENSORS)
-    inner = k.f.append_basic_block("fourth")
-    after = k.f.append_basic_block("after")
-    k.b.cbranch(more.x, inner, after)
-    k.b.position_at_end(inner)
-    _match_tensor(body, 3)
-    k.b.branch(after)
-    k.b.position_at_end(after)
-
-    def word(t: int, n: int) -> Value:
-        return k.load(I64, frame, at_tensor(t, n))
-
-    keys = word(1, 3)
-    _match_lengths(body)
-    grows = of_form("grows").differs(0)
-    head, row = word(1, 6), word(1, 7)
-    inside = k.zext((head > 0) & (head < row), I64)
-    alike = word(2, 3).equals(keys) & inside.equals(of_form("inside"))
-    last = of_form("dims3") - 1
-    columns = k.load(I64, k.at(frame, at_tensor(3, 1)), k.select(more, last, k.i64(0)) * 8)
-    require((grows ^ 1) | (alike & ((more ^ 1) | columns.equals(keys))))
-    return body.finish(k.i64(1), lambda: k.i64(0))
-
-
-def _match_tensor(body: _Body, t: int) -> None:
-    """Requires a tensor to be as the form has it, and puts its address, sizes and strides into the frame."""
-    k, require = body.k, body.require
-    block, form, objects, frame = (k.p[x] for x in ("block", "form", "objects", "frame"))
-
-    def of_form(name: str) -> Value:
-        return k.load(I64, form, FORM.offset(name))
-
-    given = k.load(PTR, objects, 8 * t)
-    require(k.load(I64, given, OBJECT_TYPE).equals(k.load(I64, block, BLOCK.offset("tensor"))))
-    there = k.load(I64, given, k.load(I64, block, BLOCK.offset("implementation")))
-    require(there.differs(0))
-    require(k.load(I64, k.pointer(there), k.load(I64, block, BLOCK.offset("keys"))).equals(of_form(f"keys{t}")))
-    handle, found, dtype = k.buffer(I64, 1), k.buffer(I64, 1), k.buffer(I32, 2)
-    k.store(there, handle)
-
-    def ask(name: str, at: Value) -> None:
-        require(body.calling(block, name, handle, at, returns=I32).equals(0))
-
-    ask("aoti_torch_get_dim", found)
-    require(k.load(I64, found).equals(of_form(f"dims{t}")))
-    ask("aoti_torch_get_dtype", dtype)
-    require(k.zext(k.load(I32, dtype), I64).equals(of_form(f"dtype{t}")))
-    dims, itemsize = of_form(f"dims{t}"), of_form(f"itemsize{t}")
-    ask("aoti_torch_get_sizes", found)
-    sizes = k.load(PTR, found)
-    ask("aoti_torch_get_strides", found)
-    strides = k.load(PTR, found)
-    end, good = k.variable(itemsize), k.variable(k.i64(1))
-    with k.range(0, dims) as d:
-        size, stride = k.load(I64, sizes, d * 8), k.load(I64, strides, d * 8)
-        low = k.at(form, FORM.offset(f"size_low{t}_0"))
-        ranges = [k.load(I64, low, d * (8 * len(RANGES)) + 8 * n) for n in range(len(RANGES))]
-        fits = (size >= ranges[0]) & (size <= ranges[1]) & (stride >= ranges[2]) & (stride <= ranges[3])
-        good.set(good.get() & k.zext(fits, I64))
-        k.store(size, k.at(frame, at_tensor(t, 1)), d * 8)
-        k.store(stride * itemsize, k.at(frame, at_tensor(t, 1 + DIMS)), d * 8)
-        end.set(end.get() + (size - 1) * stride * itemsize)
-    require(good.get().differs(0))
-    ask("aoti_torch_get_storage_offset", found)
-    offset = k.load(I64, found)
-    ask("aoti_torch_get_storage_size", found)
-    require(k.load(I64, found) >= end.get() + offset * itemsize)
-    ask("torch_get_const_data_ptr", found)
-    require(k.load(I64, found).differs(0))
-    k.store(k.load(I64, found), frame, at_tensor(t, 0))
-
-
-def _match_lengths(body: _Body) -> None:
-    """Requires a step's sequences to have lengths that the form is for, and puts those after it into the frame."""
-    k = body.k
-    block, form, arguments, frame = (k.p[x] for x in ("block", "form", "arguments", "frame"))
-    sequences, new, low, high = (
-        k.load(I64, form, FORM.offset(x)) for x in ("sequences", "new", "length_low", "length_high")
-    )
-    good = k.variable(k.i64(1))
-    with k.when(sequences > 0):
-        lengths = k.load(PTR, arguments, 8 * AT_LENGTHS)
-        good.set(k.zext(body.calling(block, "PyList_Size", lengths).equals(sequences), I64))
-        longest = k.variable(k.i64(0))
-        with k.when(good.get().differs(0)):
-            with k.range(0, sequences) as i:
-                item = body.calling(block, "PyList_GetItem", lengths, i, returns=PTR)
-                length = body.calling(block, "PyLong_AsLongLong", item)
-                longest.set(k.select(length > longest.get(), length, longest.get()))
-                good.set(good.get() & k.zext((length >= 0) & (length + new > 0), I64))
-                k.store(length + new, k.at(frame, 8 * AFTER), i * 8)
-            good.set(good.get() & k.zext((longest.get() >= low) & (longest.get() <= high), I64))
-    body.require(good.get().differs(0))
 
 
 def _packs(module: Module) -> Any:
@@ -239,7 +62,7 @@ def _packs(module: Module) -> Any:
     that stores new tokens, into the room; the number of threads.
     """
     names = ("block", "form", "arguments", "frame", "out")
-    body = _Body(module, "packs", dict.fromkeys(names, PTR) | {"out": I64}, I64)
+    body = Body(module, "packs", dict.fromkeys(names, PTR) | {"out": I64}, I64)
     k = body.k
     block, form, arguments, frame, out = (k.p[x] for x in names)
     room = k.load(PTR, block, BLOCK.offset("room"))
@@ -335,75 +158,42 @@ def _step(k: Function, word: Any, t: int) -> Value:
     return k.select(word(t, 1) > 1, word(t, 5), k.i64(0))
 
 
-class _Main:
-    """replay(self, arguments, count): CPython's, of (tag, q, k, v, options), and of a step of a cache the tuple of
-    addresses of its keys and values and the list of lengths: the result, or None.
+def _nothing(body: Body, block: Value) -> Value:
+    none = body.k.load(PTR, block, BLOCK.offset("none"))
+    body.calling(block, "Py_IncRef", none, returns=VOID)
+    return none
+
+
+class _Repeat:
+    """repeat(block, form, arguments, objects, frame): the result of a call that has a form, or None; where there is no
+    memory for it, what Python raises is passed on.
     """
 
-    def __init__(self, module: Module, symbol: str, matches: Any, packs: Any) -> None:
-        self.body = _Body(module, symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
-        self.matches, self.packs, self.k = matches, packs, self.body.k
-        self.block = self.k.load(PTR, self.k.p["self"], BYTES_VALUE)  # `self` is bytes: the block's address
+    def __init__(self, module: Module, packs: Any) -> None:
+        names = ("block", "form", "arguments", "objects", "frame")
+        self.body = Body(module, "repeat", dict.fromkeys(names, PTR), PTR)
+        self.packs, self.k, self.block, self.form = packs, self.body.k, self.body.k.p["block"], self.body.k.p["form"]
 
-    def write(self) -> None:
-        """Looks for a form that fits, makes the result, packs and runs."""
-        k, block, body = self.k, self.block, self.body
-        arguments = k.p["arguments"]
-
-        def of_block(name: str) -> Value:
-            return k.load(I64, block, BLOCK.offset(name))
-
-        body.require(k.intrinsic("pthread_self", I64).equals(of_block("thread")))
-        self._check_around()
-        options = k.load(PTR, arguments, 8 * AT_OPTIONS)
-        body.require(k.load(I64, options, OBJECT_TYPE).equals(of_block("options")))
-        objects, frame = k.buffer(I64, TENSORS), k.buffer(I64, FRAME_WORDS)
-        for t in range(3):
-            k.store(k.load(I64, arguments, 8 + 8 * t), objects, 8 * t)
-        forms, count = k.load(PTR, block, BLOCK.offset("forms")), of_block("count")
-        chosen, n = k.variable(k.i64(0)), k.variable(k.i64(0))
-        with k.forever() as leave_if:
-            leave_if((n.get() >= count) | chosen.get().differs(0))
-            form = k.load(PTR, forms, n.get() * 8)
-            fits = k.call(self.matches, block, form, arguments, k.p["count"], objects, frame)
-            with k.when(fits.differs(0)):
-                chosen.set(k.load(I64, forms, n.get() * 8))
-            n.set(n.get() + 1)
-        body.require(chosen.get().differs(0))
-        form = k.pointer(chosen.get())
-        out, made = self._make_result(objects, form)
-        threads = k.call(self.packs, block, form, arguments, frame, made)
+    def write(self) -> Any:
+        """Makes the result, packs and runs."""
+        k, block, form, body = self.k, self.block, self.form, self.body
+        out, made = self._make_result()
+        threads = k.call(self.packs, block, form, k.p["arguments"], k.p["frame"], made)
         k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
-        self._run(form, threads)
+        self._run(threads)
         room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
         with k.range(0, k.load(I64, form, FORM.offset("wrong"))) as i:
             wrong.set(wrong.get() | k.load(I64, k.at(room, ROOM_AT["wrong"]), i * 8))
         with k.when(wrong.get().differs(0)):  # Python computes it once more, and raises
             body.calling(block, "Py_DecRef", out, returns=VOID)
         body.require(wrong.get().equals(0))
-        body.finish(out, self._nothing)
+        return body.finish(out, lambda: _nothing(body, block))
 
-    def _check_around(self) -> None:
-        """Requires what every form depends on: no gradients, the same settings, not long since they were read."""
-        k, block, body = self.k, self.block, self.body
-        recording = body.calling(block, "aoti_torch_grad_mode_is_enabled", returns=I8)
-        body.require((recording & 1).equals(0))
-        time = k.buffer(I64, 2)
-        body.require(k.intrinsic("clock_gettime", I32, k.const(CLOCK, I32), time).equals(0))
-        now = k.load(I64, time) * 1_000_000_000 + k.load(I64, time, 8)
-        body.require(now < k.load(I64, block, BLOCK.offset("until")))
-        for i in range(WATCHED):
-            held, key, value = (k.load(PTR, block, BLOCK.offset(f"watched{i}_{x}")) for x in ("dict", "key", "value"))
-            found = body.calling(block, "PyDict_GetItem", held, key, returns=PTR)
-            body.require(Value(k, k.b.icmp_unsigned("==", found.x, value.x)))
-
-    def _make_result(self, objects: Value, form: Value) -> tuple[Value, Value]:
-        """A tensor like q, and its address; where there is none, what Python raises is passed on. A mode of PyTorch's
-        may make something else: that is given up.
-        """
-        k, block, body = self.k, self.block, self.body
+    def _make_result(self) -> tuple[Value, Value]:
+        """A tensor like q, and its address. A mode of PyTorch's may make something else: that is given up."""
+        k, block, form, body = self.k, self.block, self.form, self.body
         empty_like = k.load(PTR, block, BLOCK.offset("empty_like"))
-        out = body.calling(block, "PyObject_CallOneArg", empty_like, k.load(PTR, objects), returns=PTR)
+        out = body.calling(block, "PyObject_CallOneArg", empty_like, k.load(PTR, k.p["objects"]), returns=PTR)
         bad = k.f.append_basic_block("raised")
         good = k.f.append_basic_block("made")
         k.b.cbranch(k.b.icmp_unsigned("==", out.x, ir.Constant(PTR, None)), bad, good)
@@ -425,9 +215,9 @@ class _Main:
         body.require(made.differs(0))
         return out, made
 
-    def _run(self, form: Value, threads: Value) -> None:
+    def _run(self, threads: Value) -> None:
         """Runs the kernel: alone, or as a region, of which there is one at a time. Other threads go on meanwhile."""
-        k, block, body = self.k, self.block, self.body
+        k, block, form, body = self.k, self.block, self.form, self.body
         words = k.at(k.load(PTR, block, BLOCK.offset("room")), ROOM_AT["words"])
         kernel = k.load(I64, form, FORM.offset("kernel"))
         region = k.load(PTR, block, BLOCK.offset("region"))
@@ -456,7 +246,59 @@ class _Main:
             body.calling(block, "Py_IncRef", none, returns=VOID)
             body.calling(block, "PyList_SetItem", region, k.i64(0), none, returns=I32)
 
-    def _nothing(self) -> Value:
-        none = self.k.load(PTR, self.block, BLOCK.offset("none"))
-        self.body.calling(self.block, "Py_IncRef", none, returns=VOID)
-        return none
+
+class _Main:
+    """replay(self, arguments, count): CPython's, of (tag, q, k, v, options), and of a step of a cache the tuple of
+    addresses of its keys and values and the list of lengths: the result, or None.
+    """
+
+    def __init__(self, module: Module, symbol: str, matches: Any, repeat: Any) -> None:
+        self.body = Body(module, symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
+        self.matches, self.repeat, self.k = matches, repeat, self.body.k
+        self.block = self.k.load(PTR, self.k.p["self"], BYTES_VALUE)  # `self` is bytes: the block's address
+
+    def write(self) -> None:
+        """Looks for a form that fits, and holds it meanwhile: what Python runs where a result is made may drop it."""
+        k, block, body = self.k, self.block, self.body
+        arguments = k.p["arguments"]
+
+        def of_block(name: str) -> Value:
+            return k.load(I64, block, BLOCK.offset(name))
+
+        body.require(k.intrinsic("pthread_self", I64).equals(of_block("thread")))
+        self._check_around()
+        options = k.load(PTR, arguments, 8 * AT_OPTIONS)
+        body.require(k.load(I64, options, OBJECT_TYPE).equals(of_block("options")))
+        objects, frame = k.buffer(I64, TENSORS), k.buffer(I64, FRAME_WORDS)
+        for t in range(3):
+            k.store(k.load(I64, arguments, 8 + 8 * t), objects, 8 * t)
+        forms, count = k.load(PTR, block, BLOCK.offset("forms")), of_block("count")
+        chosen, n = k.variable(k.i64(0)), k.variable(k.i64(0))
+        with k.forever() as leave_if:
+            leave_if((n.get() >= count) | chosen.get().differs(0))
+            form = k.load(PTR, forms, n.get() * 8)
+            fits = k.call(self.matches, block, form, arguments, k.p["count"], objects, frame)
+            with k.when(fits.differs(0)):
+                chosen.set(k.load(I64, forms, n.get() * 8))
+            n.set(n.get() + 1)
+        body.require(chosen.get().differs(0))
+        form = k.pointer(chosen.get())
+        owner = k.load(PTR, form, FORM.offset("owner"))
+        body.calling(block, "Py_IncRef", owner, returns=VOID)
+        result = k.call(self.repeat, block, form, arguments, objects, frame)
+        body.calling(block, "Py_DecRef", owner, returns=VOID)
+        body.finish(result, lambda: _nothing(body, block))
+
+    def _check_around(self) -> None:
+        """Requires what every form depends on: no gradients, the same settings, not long since they were read."""
+        k, block, body = self.k, self.block, self.body
+        recording = body.calling(block, "aoti_torch_grad_mode_is_enabled", returns=I8)
+        body.require((recording & 1).equals(0))
+        time = k.buffer(I64, 2)
+        body.require(k.intrinsic("clock_gettime", I32, k.const(CLOCK, I32), time).equals(0))
+        now = k.load(I64, time) * 1_000_000_000 + k.load(I64, time, 8)
+        body.require(now < k.load(I64, block, BLOCK.offset("until")))
+        for i in range(WATCHED):
+            held, key, value = (k.load(PTR, block, BLOCK.offset(f"watched{i}_{x}")) for x in ("dict", "key", "value"))
+            found = body.calling(block, "PyDict_GetItem", held, key, returns=PTR)
+            body.require(Value(k, k.b.icmp_unsigned("==", found.x, value.x)))

@@ -43,7 +43,7 @@ FORM = Record(
     "serve", "team", "openmp", "clock",  # of a region
     # a step of a cache: sequences (0: no step), their new tokens and their lengths before; the call that stores those
     "sequences", "new", "length_low", "length_high", "put", "put_count", "put_kernel", "put_ticket", "put_tickets",
-    "used",  # calls that it had
+    "used", "owner",  # calls that it had; the object that keeps it alive
 )  # fmt: skip
 
 # bytes of each part of the room, and where each begins

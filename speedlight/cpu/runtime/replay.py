@@ -45,6 +45,7 @@ from .launch import take_pages
 _MOST = 16  # forms
 _ANY = 1 << 62
 _KEY_SET = "_ZN3c104impl26raw_local_dispatch_key_setE"  # two words of each thread: keys included, and excluded
+_COUNT = BLOCK.word("count")
 _HEAD = 64  # words of a TensorImpl that are looked through for its dispatch keys
 
 
@@ -117,15 +118,13 @@ class Replays:
         self._watch(machine)
         local = [ctypes.c_uint64.from_address(self._word("local_keys") + 8 * n).value for n in range(2)]
         name = tag, key, *local, *[_keys_of(x, torch) for x in whole]
-        if name in self._known:
-            return True
-        if not self._has_room():
-            return False
-        made = _make_form(tag, whole, options, prepared, local, torch, more)
-        if made is None:
-            return False
-        self._known[name] = made
-        self._publish()
+        if name not in self._known:
+            if not self._has_room():
+                return False
+            made = _make_form(tag, whole, options, prepared, local, torch, more)
+            if made is None:
+                return False
+            self._change(self._known | {name: made})
         return True
 
     def _has_room(self) -> bool:
@@ -137,21 +136,24 @@ class Replays:
         for known in self._known.values():
             known.form[used] = 0
         if idle:
-            del self._known[idle[0]]
-            self._publish()
+            self._change({name: known for name, known in self._known.items() if name != idle[0]})
         return bool(idle)
 
     def forget(self) -> None:
         """Forgets all: Python repeats them, and they are learned anew."""
-        self._known.clear()
         if self._block is not None:
-            self._publish()
+            self._change({})
 
-    def _publish(self) -> None:
-        """Tells the code which forms there are: the last learned first."""
-        forms = [ctypes.addressof(x.form) for x in reversed(self._known.values())]
-        self._forms[: len(forms)] = forms
-        self._set(count=len(forms))
+    def _change(self, known: dict[Any, _Known]) -> None:
+        """Tells the code which forms there are now: the last learned first, of more than there is room for."""
+        known = dict([*known.items()][-_MOST:])  # a signal's handler may have learned some meanwhile
+        forms = [ctypes.addressof(x.form) for x in reversed(known.values())]
+        block, count, old = self._block, len(forms), self._known
+        # a run of plain stores, between which no signal comes; `old` ends after it
+        self._known = known
+        self._forms[:count] = forms
+        block[_COUNT] = count
+        del old
 
     def _begin(self, torch: Any) -> bool:
         """Finds out where everything lies; returns whether all of it is as the code has it."""
@@ -180,6 +182,7 @@ class Replays:
             (vars(sys.modules["torch"].autograd.forward_ad), "_current_level"),
         ]  # fmt: skip
         assert len(watched) == WATCHED
+        self._set(until=0)  # nothing is repeated before all is noted: a signal may come between
         now = [(held, name, held.get(name)) for held, name in watched]
         self._watched = now  # kept alive: an address is that of one object
         for n, (held, name, value) in enumerate(now):
@@ -284,9 +287,10 @@ def _make_form(
     form = (ctypes.c_int64 * len(FORM.names))()
     for name, value in words.items():
         form[FORM.word(name)] = value
-    return _Known(
-        form, (tag, options._replace(mask=None, score=None), prepared, kernel, template, tables, store, stored)
-    )
+    held = tag, options._replace(mask=None, score=None), prepared, kernel, template, tables, store, stored
+    known = _Known(form, held)
+    form[FORM.word("owner")] = id(known)
+    return known
 
 
 def _ranges(t: int, x: Any, prepared: Any, grows: bool, torch: Any) -> dict[str, int]:

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 from adapters.torch.test_torch_replay import by_python, known, same, used
+from injection import interrupted, needs_places, places, spread
 
 import speedlight as sl
+from speedlight.kv import running
+from speedlight.problem.windows import SPARE
 
 __all__ = ["known"]
 DIM = 32
@@ -163,3 +166,60 @@ def test_a_cache_is_not_kept_alive(known):
     del cache
     gc.collect()
     assert gone() is None
+
+
+def test_sequences_without_tokens_are_read_as_by_python(known):
+    cache, past, q = made(3), tokens(3, 4), tokens(3, 1, 4)
+    with torch.no_grad():
+        cache.append(1, past, past)
+        for _ in range(4):
+            cache.attend(1, q)
+        before = used(known)
+        cache.truncate(0)
+        cache.append(1, past, past, new_lengths=[4, 3, 0])
+        out = cache.attend(1, q)
+    assert before >= 2 and used(known) == before and not out[2].any() and out[:2].any()
+
+
+def test_what_others_append_meanwhile_stays(known, monkeypatch):
+    cache, q = made(), tokens(1, 1, 4)
+    mine, theirs = tokens(1, 1), tokens(1, 1)
+    steps(cache, 1, 6)
+    transact = running.transact
+
+    def late(*given):
+        monkeypatch.setattr(running, "transact", transact)
+        cache.append(1, theirs, theirs)
+        return transact(*given)
+
+    monkeypatch.setattr(running, "transact", late)
+    with torch.no_grad():
+        cache.attend(1, q, mine, mine)
+    assert running.transact is transact and cache.length(1) == 8
+    np.testing.assert_array_equal(cache.keys(1)[:, :, 6:], torch.cat([theirs, mine], 2).numpy())
+
+
+@needs_places
+def test_interrupts_leave_what_a_ring_promised(known):
+    """A chunk of more tokens than are to spare writes over some that truncate() may bring back."""
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=DIM, window=50)
+    chunks = [(tokens(1, 20, 4), tokens(1, 20), tokens(1, 20)) for _ in range(25)]
+    room = ("kv/running.py", "kv/transaction.py")
+
+    def step():
+        cache.attend(0, *chunks[-1])
+
+    with torch.no_grad():
+        for chunk in chunks:
+            cache.attend(0, *chunk)
+        assert cache.length(0) > cache._ring.size
+        found = places(step, room)
+        oldest = cache.length(0) - cache._ring.size + SPARE + 50
+        for n in spread(found, 12):
+            want = cache.copy()
+            assert interrupted(step, n, room) and cache.lengths(0) == want.lengths(0)
+            again = cache.copy()
+            want.truncate(oldest)
+            again.truncate(oldest)
+            np.testing.assert_array_equal(again.keys(0), want.keys(0))
+    assert not used(known)

@@ -117,8 +117,16 @@ def test_masks(name):
     assert_equal(out, formula(q, k, k, dense(**given)))
 
 
-def test_a_mask_is_used_again_as_each_call_says():
-    """With another scale, under autocast, and inside a mode that is to see each call's operation."""
+@pytest.mark.parametrize("recording", [True, False])
+def test_a_mask_is_used_again_as_each_call_says(recording):
+    """With another scale, under autocast, and inside a mode that is to see each call's operation; where machine code
+    repeats calls, too.
+    """
+    with torch.set_grad_enabled(recording):
+        _check_again()
+
+
+def _check_again():
     q, k = drawn(BATCH, HEADS, 13, DIM), drawn(BATCH, KV_HEADS, 13, DIM, seed=1)
     given = {"batch_size": BATCH, **PATTERNS["causal, left"]}
     spec = mask_of(**given)
@@ -126,8 +134,11 @@ def test_a_mask_is_used_again_as_each_call_says():
         want = formula(q, k, k, dense(**given), scaling=scaling)
         assert_equal(attend(torch.nn.Module(), q, k, k, spec, scaling=scaling)[0], want)
     q, k = q.float(), k.float()
-    for _ in range(2):
+    for _ in range(3):
+        assert attend(torch.nn.Module(), q, k, k, spec, scaling=1.0)[0].dtype == torch.float32
         assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.float32
+        with pytest.raises(sl.Error, match="scaling"):
+            attend(torch.nn.Module(), q, k, k, spec, scaling=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.bfloat16
     with _Seen() as seen:
@@ -398,7 +409,7 @@ def test_padding_of_this_mask(seed):
 
 def test_register(monkeypatch):
     from speedlight.transformers import attending
-    from speedlight.transformers.registering import TRANSFORMERS
+    from speedlight.transformers.options import TRANSFORMERS
 
     TRANSFORMERS.check_version("5.23.4")
     with pytest.raises(sl.Error, match=r"expected 5.23 or newer, .*; got 4.57.1. pip install -U"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -260,6 +262,19 @@ def test_what_is_long_is_turned_piece_by_piece(rng, monkeypatch, layout):
         sl.rotary(twice[1 : 1 + len(x)], **options, out=twice[: len(x)])
         again = np.concatenate([x, x])[1 : 1 + len(x)]
         assert (twice[: len(x)] == sl.rotary(again, **options)).all()
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd", "bshd", "hld", "lhd"])
+def test_what_is_long_takes_little_memory(layout):
+    """Tables for whole rows, and products of all of them, are of few tokens, whichever dimension these are."""
+    shape = {"h": 4, "n": 4, "l": 1 << 14, "s": 1 << 14, "b": 1, "d": 64}
+    x = np.ones([shape[letter] for letter in layout], np.float32)
+    tracemalloc.start()
+    try:
+        sl.rotary(x, layout=layout)
+        assert tracemalloc.get_traced_memory()[1] < 2 * x.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_tables_in_the_memory_of_out(rng, monkeypatch):
