@@ -87,7 +87,7 @@ class Error(Exception):
 
 def rename(error: Error, names: dict[str, str]) -> None:
     """Gives arguments in a message the names that the caller knows them by."""
-    text = re.sub(rf"\b({'|'.join(names)})\b(?![-(])", lambda found: names[found[0]], str(error))
+    text = re.sub(rf"\b({'|'.join(names)})\b(?![-(]|=lambda)", lambda found: names[found[0]], str(error))
     error.args = (text, *error.args[1:])
 
 

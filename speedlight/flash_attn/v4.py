@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import ArgumentError, ArgumentTypeError, Expression, Table, UnsupportedError, expression, table
 from ..adapting import shown
 from ..expressions.tracing import check_returned
+from ..problem.options import public
 from . import v3
 from .options import OTHER_ORDER, V4, check_tensors, options_of, read_sides
 from .sequences import PAGES, Side, attend, attend_pages, check_sides, pack, read_lengths
@@ -59,6 +60,7 @@ class Mods(NamedTuple):
     scalars: Any
 
 
+@public(leaves_graph=False)
 def flash_attn_func(
     q: Tensor | None,
     k: Tensor | None,
@@ -130,6 +132,7 @@ def flash_attn_func(
     )  # fmt: skip
 
 
+@public(leaves_graph=False)
 def flash_attn_varlen_func(
     q: Tensor | None,
     k: Tensor | None,
