@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import ArgumentTypeError, Error
-from .other_names import ADAPTERS, CAPACITY, LAYOUTS, MAKERS, OF, OPTIONS, OVER_RANKS, SHARED
+from . import ArgumentTypeError, Error, shown
+from .other_names import ADAPTERS, CAPACITY, LAYOUTS, MAKERS, NO_SUCH, OF, OPTIONS, OVER_RANKS, SHARED
 
 
 def explain(error: Exception, function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -49,7 +49,8 @@ def unknown(function: Any, name: str) -> Exception:
     hint = hint_of(function, name)
     if hint is not None:
         way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
-        more = "".join([f" {text}" for names, text in ADAPTERS.items() if name in names])
+        adapters = {} if _has_others(function) else ADAPTERS
+        more = "".join([f" {text}" for names, text in adapters.items() if name in names])
         attention = sys.modules["speedlight"].attention
         whose = "an argument of attention()" if name in parameters(attention)[0] else "another library's"
         called = f"{_home(function)}{_name(function)}"
@@ -74,14 +75,16 @@ def hint_of(function: Any, name: str) -> str | None:
         return own.get(name)
     if name in OF.get(called, {}):
         return OF[called][name]
-    if function.__module__.startswith(_OF_OTHERS):
+    if _has_others(function):
         return _adapted(function, name)
     hint = OPTIONS.get(name) if called not in ("merge", "merge_states", "synchronize") else None
     return hint if hint is not None and options_in(hint) <= {*parameters(function)[0]} else None
 
 
-# modules of calls that have another library's arguments
-_OF_OTHERS = tuple([f"speedlight.{x}" for x in ("flash_attn", "jax", "torch.dot_product", "torch.flex")])
+def _has_others(function: Any) -> bool:
+    """Returns whether a call has another library's arguments."""
+    homes = ("flash_attn", "jax", "torch.dot_product", "torch.flex")
+    return bool(function.__module__.startswith(tuple([f"speedlight.{x}" for x in homes])))
 
 
 def _adapted(function: Any, name: str) -> str | None:
@@ -90,8 +93,7 @@ def _adapted(function: Any, name: str) -> str | None:
     for hint in SHARED.get(name, ()):
         if options_in(hint) <= own:
             return hint
-    is_ours = name in parameters(sys.modules["speedlight"].attention)[0]
-    return "nothing: speedlight.attention() takes it; this call has the other library's arguments" if is_ours else None
+    return NO_SUCH if name in parameters(sys.modules["speedlight"].attention)[0] else None
 
 
 def options_in(hint: str) -> set[str]:
@@ -131,11 +133,12 @@ def of_layout(layout: Any) -> str:
 def of_heads(layout: str, sizes: Any) -> str:
     """A sentence for who gives heads and lengths that would fit each other the other way round."""
     other = {"bhld": "blhd", "blhd": "bhld"}.get(layout)
+    way = ""
     if other is not None and 0 < sizes.k_len <= sizes.q_len and not sizes.q_len % sizes.k_len:
-        return f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
-    if 0 < sizes.q_heads < sizes.kv_heads:
-        return " Heads of k and v are as many as q's, or fewer: are q and k in each other's place?"
-    return " Each head of k and v serves as many of q's: repeat heads of k and v, or leave some away."
+        way = f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
+    if sizes.q_heads < sizes.kv_heads:
+        return f"{way} Or q and k are in each other's place: k has as many heads as q, or fewer."
+    return f"{way} Each head of k and v serves as many of q's: repeat heads of k and v, or leave some away."
 
 
 def of_stored_heads(layout: str, sizes: Any) -> str:
@@ -196,9 +199,8 @@ def of_items(layout: str) -> str:
 
 def of_causal(x: Any) -> str:
     """A sentence for who gives a truth that is no bool."""
-    meant = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(str(x).lower())
-    is_short = type(x).__name__ in ("int", "bool", "bool_", "str", "NoneType")
-    return f" Write causal={meant}." if is_short and meant is not None else ""
+    meant = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(shown(x).strip("'").lower())
+    return "" if meant is None else f" Write causal={meant}."
 
 
 def of_masks(name: str, x: Any) -> str:

@@ -314,10 +314,16 @@ _LAYER = {
     "layer_idx layer_id layer_index": "layer=, whose part of a cache is this layer's",
     "batch_first": "nothing: x is (batch, length, dim)",
 }
-MAKERS = _each({"KVCache": _CACHE, "PagePool": _POOL, "Attention": _LAYER})
+_MODELS = {
+    f"{_TOKENS} max_new_tokens": "capacity=, the most tokens of a sequence",
+    _BATCH: "nothing: it has the batch of the keys that it is given first",
+    "device": "nothing: it lies where the model's keys lie",
+    **_CODES,
+}
+MAKERS = _each({"KVCache": _CACHE, "PagePool": _POOL, "Attention": _LAYER, "Cache": _MODELS})
 # of calls that have another library's arguments: what a name that is ours, or a third library's, is in whichever call
 # has the argument
-_NO_SUCH = "nothing: it is an option of speedlight.attention()"
+NO_SUCH = "nothing: it is an option of speedlight.attention()"
 _BY_MASK_FUNCTION = "block_mask=create_block_mask(function, B, H, Q_LEN, KV_LEN)"
 _LSE = ("return_lse=True", "return_attn_probs=True", "return_residual=True, log-sum-exps")
 SHARED: dict[str, tuple[str, ...]] = {
@@ -330,27 +336,27 @@ SHARED: dict[str, tuple[str, ...]] = {
             "mask=, of bool, True where a key is seen",
             _BY_MASK_FUNCTION,
             "mask_mod=, a function",
-            _NO_SUCH,
+            NO_SUCH,
         ),
-        "score score_mod bias attn_bias": ("score_mod=, a function", "bias=", "attn_mask=, of floats", _NO_SUCH),
-        "dropout dropout_p attn_dropout dropout_rate": ("dropout_p=", _NO_SUCH),
+        "score score_mod bias attn_bias": ("score_mod=, a function", "bias=", "attn_mask=, of floats", NO_SUCH),
+        "dropout dropout_p attn_dropout dropout_rate": ("dropout_p=", NO_SUCH),
         "window window_size sliding_window local_window_size": (
             "window_size=(left, right)",
             "local_window_size=(left, right)",
             _BY_MASK_FUNCTION,
-            _NO_SUCH,
+            NO_SUCH,
         ),
         "softcap logits_soft_cap soft_cap": (
             "softcap=",
             "score_mod=lambda s, b, h, i, j: c * torch.tanh(s / c)",
-            "nothing: speedlight.attention() has score=sl.softcap(30.0)",
+            "nothing: sl.softcap(30.0) is a score of speedlight.attention()",
         ),
         "alibi_slopes": (
             "score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i)",
-            "nothing: speedlight.attention() has score=sl.alibi(slopes)",
+            "nothing: sl.alibi(slopes) is a score of speedlight.attention()",
         ),
         "enable_gqa": ("nothing: fewer heads of k and v are grouped heads",),
-        "sink_logits sinks s_aux learnable_sink": ("learnable_sink=, one for each head", _NO_SUCH),
+        "sink_logits sinks s_aux learnable_sink": ("learnable_sink=, one for each head", NO_SUCH),
         "return_lse return_attn_probs return_softmax_lse return_residual": _LSE,
         "lengths k_lengths seqused_k kv_seq_lengths": ("key_value_seq_lengths=", "seqused_k=", "cache_seqlens="),
         "q_lengths seqused_q": ("query_seq_lengths=", "seqused_q="),

@@ -163,7 +163,8 @@ def softcap(c: Any) -> Expression:
         raise ArgumentTypeError(f"c: expected a number; got {shown(c)}.")
     number: Any = given
     if not 2.0**-126 <= number < 2.0**127:  # float32 holds it and its inverse
-        raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.")
+        way = " Without a cap leave it out." if number == 0 else ""
+        raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.{way}")
     if of is not None:
         of.origin = None if of.origin is None else c  # itself, which may come to require grad, not a view
         number = of[0]
@@ -213,7 +214,9 @@ def _table(x: Any, name: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> 
     check_outside(name, "patterns of arrays, tensors and tables")
     of = x if isinstance(x, Table) else table(x, name)
     if of.kind not in kinds:
-        raise ArgumentTypeError(f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}.")
+        raise ArgumentTypeError(
+            f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}. Convert it."
+        )
     if of.array.ndim not in dims:
         several = "s" * (dims[-1] > 1)
         expected = f"{' or '.join(map(str, dims))} dimension{several}"

@@ -151,12 +151,13 @@ def expression(function: MaskFunction | ScoreFunction | Expression, role: str | 
     check_outside(role or "function", "sl.expression, and patterns,")
     if isinstance(function, Expression):
         if role and function.role != role:
-            raise ExpressionError(f"{role}: expected a {role}; got the {function!r}.")
+            raise ExpressionError(f"{role}: expected a {role}; got the {function!r}. Give it as {function.role}=.")
         return function
     if not callable(function):
         such = "sl.softcap(30.0)" if role == "score" else "sl.causal()"
+        way = " Of an array it is lambda b, h, i, j: array[i, j]." if has(function, "function", "shape") else ""
         raise ArgumentTypeError(
-            f"{role or 'function'}: expected a function, a pattern such as {such}, or an array; got {shown(function)}."
+            f"{role or 'function'}: expected a function, or a pattern such as {such}; got {shown(function)}.{way}"
         )
     if isinstance(function, type):
         raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")

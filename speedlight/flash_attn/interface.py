@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..problem.options import public
+from ..adapting import public
 from ..torch.attending import attention
 from .caches import Cache, New, attend_cache, check_given
 from .kernels import check_no_weights, read_paged_lengths

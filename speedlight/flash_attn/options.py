@@ -11,10 +11,22 @@ from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError
 from .. import softcap as softcap_score
-from ..adapting import Library, add_distances, check_flag, draw_seed, has, integer, limits, number, pass_on, shown
+from ..adapting import (
+    Library,
+    add_distances,
+    check_flag,
+    draw_seed,
+    has,
+    integer,
+    limits,
+    number,
+    of_no_tensor,
+    of_scale,
+    pass_on,
+    shown,
+)  # fmt: skip
 from ..arrays.array import describe
 from ..arrays.memory import Array, overlap, overlaps_itself
-from ..errors.advice import of_no_tensor, of_scale
 from ..torch.attending import attention
 
 _FP8 = "8-bit floats are not offered: convert q, k and v to bfloat16."
@@ -133,7 +145,7 @@ def _make_scores(q: Tensor, cap: float, alibi_slopes: Any, offsets: Any) -> Any:
         shape = tuple(alibi_slopes.shape) if is_array else ()
         batch = q.shape[0] if offsets is None else len(offsets) - 1
         if shape not in ((heads,), (batch, heads)):
-            got = shape if is_array else f"{type(alibi_slopes).__name__}, not a tensor"
+            got = shape if is_array else f"{type(alibi_slopes).__name__}; use torch.tensor()"
             raise ArgumentError(
                 f"alibi_slopes: expected shape ({heads},) or ({batch}, {heads}), by q's heads; got {got}."
             )

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, merge
-from ..adapting import Library
-from ..problem.options import public
+from ..adapting import Library, public
 from .caches import Cache, New, attend_cache, check_given
 from .kernels import sum_rows, write_gradients
 from .options import OTHER_ORDER, V3, check_tensors, check_written, options_of, unpacked

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, Expression, Table, UnsupportedError, expression, table
-from ..adapting import shown
+from ..adapting import public, shown
 from ..expressions.tracing import check_returned
-from ..problem.options import public
 from . import v3
 from .options import OTHER_ORDER, V4, check_tensors, options_of, read_sides
 from .sequences import PAGES, Side, attend, attend_pages, check_sides, pack, read_lengths

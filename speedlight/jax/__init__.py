@@ -22,8 +22,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from .. import ArgumentError, ArgumentTypeError, Table, UnsupportedError, attention, attention_backward
-from ..adapting import DTYPES, Library, check_flag, integer, scale_of, shown
-from ..problem.options import public
+from ..adapting import DTYPES, Library, check_flag, integer, public, scale_of, shown
 from . import xla
 
 __all__ = ["dot_product_attention"]

@@ -196,6 +196,8 @@ def check_index(name: str, x: Any, count: int) -> int:
     """Returns an index below `count`, checked."""
     if type(x) is int and 0 <= x < count:
         return x
+    if name == "layer" and whole(x) is None:
+        raise ArgumentTypeError(f"layer: expected an int; got {type(x).__name__}. It comes first, before the arrays.")
     at = integer(name, x)
     if not 0 <= at < count:
         raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {at}.")
@@ -340,7 +342,7 @@ def cache_sizes(
     sizes = checked_sizes(given)
     window_size(window)
     if size("keep_first", keep_first) and window is None:
-        raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
+        raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}. Give window=, too.")
     return tuple(sizes)  # type: ignore[return-value]
 
 

@@ -147,7 +147,7 @@ PATTERNS = [
     (lambda: sl.documents(np.zeros((2, 2, 2), int)), "ids: expected 1 or 2 dimensions"),
     (lambda: sl.documents([[1], [2, 3]]), "ids: expected an array that NumPy can read"),
     (lambda: sl.documents(None), "ids: expected 1 to 4 dimensions; got None"),
-    (lambda: sl.alibi(3), "slopes: expected 1 to 4 dimensions; got 3"),
+    (lambda: sl.alibi(3), "slopes: expected an array, one per query head; got 3"),
     (lambda: sl.window((3, 0)), r"left: expected an int; got \(3, 0\)\. Of a pair write sl.window\(\*pair\)"),
 ]
 
