@@ -62,7 +62,8 @@ def piece_of(query: Query, before: list[int], after: list[int], written: list[in
     for item, (asked, n, w) in enumerate(zip(counts, after, written, strict=True)):
         if asked and ring.lost(n - asked, n, w):
             raise ArgumentError(
-                f"q: expected fewer queries; of sequence {item} the window has forgotten what {asked} of them see."
+                f"q: expected fewer queries; of sequence {item} the window has forgotten what {asked} of them see. "
+                "Make a cache of a longer window."
             )
     return Piece(slice(0, rows), before, after, None if counts.count(rows) == len(counts) else counts)
 
@@ -112,8 +113,8 @@ def check_queries(query: Query, n_new: int) -> None:
     shape = query.q.shape
     if len(shape) == 4 and shape[2] != n_new and query.lengths is None:
         raise ArgumentError(
-            f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {shape}). Other queries than those of the "
-            "new tokens are told by q_lengths=."
+            f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {shape}). For other queries than the new "
+            "tokens give q_lengths=."
         )
 
 
@@ -140,6 +141,6 @@ def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any,
     wanted = k.shape[0] if total is None else total
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != wanted:
-            way = "" if total is None else " Other queries than those of the new tokens are told by q_lengths=."
+            way = "" if total is None else " For other queries than the new tokens give q_lengths=."
             raise ArgumentError(f"{name}: expected {wanted} tokens, as q and new_lengths have; got {x.shape[0]}.{way}")
     return k, v

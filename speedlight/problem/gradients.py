@@ -241,7 +241,7 @@ def _check_table(table: Table, at: int, problem: Problem) -> None:
     """Raises unless the score looks up this table, of floats."""
     if table.kind not in ("float", "double"):
         raise ArgumentTypeError(
-            f"grads: expected tables of floats; got {table!r} at [{at}], whose entries nothing flows to. Leave it out."
+            f"grads: expected tables of floats; got {table!r} at [{at}], whose entries have no gradient. Leave it out."
         )
     if problem.score is None or table not in problem.score.tables:
         only = problem.mask is not None and table in problem.mask.tables

@@ -278,7 +278,7 @@ class Attention(nn.Module):
         if positions is not None and self.rotary is None and rotation is None:
             raise ArgumentError(
                 "positions: expected None without rotary= in Attention(…), or rotation= beside; got positions, which "
-                "nothing turns by."
+                "nothing uses."
             )
         if context is not None and self.rotary is not None:
             raise ArgumentError("context: expected None beside rotary=: its tokens have no positions among those of x.")
