@@ -7,13 +7,18 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-lowest test-all coverage docs gallery scaling mutations bench readme package check-arm check-amx gpu-check gpu clean
+.PHONY: demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
+.PHONY: release-check check-arm check-amx gpu-check gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.cli: pyproject.toml | $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install -q -c constraints.txt -e '.[cli,plot]'
+	touch $@
+
+$(VENV)/.lint: pyproject.toml | $(VENV)/pyvenv.cfg
+	$(RUN) -m pip install -q -e '.[lint]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
@@ -42,19 +47,34 @@ demo: $(VENV)/.cli
 	$(BIN)/speedlight view examples/minilm-layer3.safetensors --head 0 --head 3 --head 7 --span 0:42 \
 		--labels examples/minilm-tokens.txt -o build/demo.png
 
-test: $(VENV)/.test
+lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/pyright
+
+suite: $(VENV)/.test
+	$(RUN) -m pytest -n auto -m "not slow"
+
+# lint, and types beside the suite
+test: lint $(VENV)/.test
 	mkdir -p build
 	$(BIN)/pyright >build/types.txt & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; \
 		wait $$types; types=$$?; cat build/types.txt; exit $$((tests | types))
+
+SMOKE := tests/conformance/attention/test_attention.py tests/robustness/test_cache.py tests/robustness/test_llvm.py
+
+# a few minutes of the suite, for a system that is new
+smoke: $(VENV)/.test
+	$(RUN) -m pytest -n auto -m "not slow" $(SMOKE) tests/robustness/test_systems.py
 
 # with the lowest releases that pyproject.toml takes, in an environment of its own
 test-lowest:
 	$(PYTHON) -m venv build/lowest
 	build/lowest/bin/python -m pip install -q -c lowest.txt -e '.[test]'
-	build/lowest/bin/python -m pytest -n auto -m "not slow" tests/conformance/attention/test_attention.py \
-		tests/robustness/test_cache.py tests/robustness/test_llvm.py tests/adapters/jax tests/adapters/flash_attn tests/adapters/torch
+	build/lowest/bin/python -m pytest -n auto -m "not slow" $(SMOKE) \
+		tests/adapters/jax tests/adapters/flash_attn tests/adapters/torch
 
 test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
@@ -97,6 +117,12 @@ package: $(VENV)/.package
 	$(RUN) -m twine check --strict dist/*
 	set -e; for file in dist/*; do $(PYTHON) -m venv --clear build/bare; bare=build/bare/$(notdir $(BIN)); \
 		$$bare/python -m pip install -q $$file; (cd build && bare/$(notdir $(BIN))/python ../tests/bare.py); done
+
+# a tag is the version everywhere, and what errors and the README say of installing is true once it is published
+release-check:
+	$(PYTHON) -c "import speedlight.errors as e, speedlight as s; assert e.PUBLISHED and '$(TAG)' == 'v' + s.__version__"
+	grep -q '^version: $(TAG:v%=%)$$' CITATION.cff
+	grep -q '^## $(TAG:v%=%)' CHANGELOG.md
 
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test

@@ -103,7 +103,7 @@ if TYPE_CHECKING:
     from .problem.options import AttentionOptions
     from .problem.plan import Plan
 
-__version__ = "0.1.0"
+__version__ = "0.1.0a1"
 ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
 
 _NAMES = {

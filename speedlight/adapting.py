@@ -33,9 +33,11 @@ from typing import Any
 
 from .arrays.dtypes import DTYPES
 from .errors import Error, UnsupportedError, has, pass_on, rename, shown
+from .errors.advice import of_no_tensor, of_scale
 from .expressions.tables import table
 from .expressions.tracing import Expression, expression
 from .problem.checks import check_flag, check_index, integer, number, scale_of
+from .problem.options import public
 
 __all__ = [
     "DTYPES",
@@ -49,7 +51,10 @@ __all__ = [
     "integer",
     "limits",
     "number",
+    "of_no_tensor",
+    "of_scale",
     "pass_on",
+    "public",
     "rows_in_use",
     "scale_of",
     "shown",

@@ -114,7 +114,9 @@ def by_name(device: Any) -> Engine:
 def is_on_gpu(engine: Any, q: Array) -> bool:
     """Returns whether a GPU's engine takes the call, for where q lies; raises for an `engine` that q cannot have."""
     if not (engine is None or (isinstance(engine, str) and engine in ("cpu", "cuda"))):
-        raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {shown(engine)}.")
+        raise ArgumentError(
+            f"engine: expected 'cpu', 'cuda' or None (where q lies); got {shown(engine)}. Leave it out."
+        )
     if engine == "cpu" and q.device != "cpu":
         raise ArgumentError(
             f"{q.name}: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use {q.name}.cpu()."

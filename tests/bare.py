@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import speedlight as sl
+from speedlight.errors import how_to_install
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         assert sl.KVCache.load(Path(folder) / "c.safetensors").keys(0).tobytes() == k.tobytes()
     assert not {"torch", "triton", "typer"} & set(sys.modules) and (place.parent / "py.typed").exists()
     told = subprocess.run([sys.executable, "-m", "speedlight.tools.cli"], capture_output=True, text=True, check=False)
-    assert told.returncode and "pip install '.[cli]' in a clone" in told.stderr, told.stderr
+    assert told.returncode and how_to_install("cli") in told.stderr, told.stderr
     there = sorted(f"{x.name} {x.version}" for x in importlib.metadata.distributions())
     print(f"speedlight {sl.__version__} attends on Python {sys.version.split()[0]}, beside {', '.join(there)}")
 

@@ -47,7 +47,8 @@ def _file_error(path: Path, error: Exception) -> FileError:
         raise error
     if isinstance(error, OSError):
         pass_on(error, OSError)
-        return FileError(f"{path}: {error.strerror or error}.")
+        why = str(error.strerror or error).removesuffix(f": {path}")
+        return FileError(f"{path}: {why}.")
     pass_on(error, Exception)
     return FileError(f"{path}: damaged, or not what its name says ({error}).")
 

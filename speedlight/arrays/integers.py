@@ -44,7 +44,8 @@ def integer(name: str, x: Any) -> int:
     """Returns the int of an argument that is a whole number, or raises by its name."""
     value = whole(x)
     if value is None:
-        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+        way = f" Write {x:.0f}." if isinstance(x, float) and x.is_integer() else ""
+        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.{way}")
     if value.bit_length() > 64:  # and Python may refuse to print it
         raise ArgumentError(f"{name}: expected an int of at most 64 bits; got one of {value.bit_length()} bits.")
     return value

@@ -142,7 +142,7 @@ def _build(
         if given is not options.cu_seqlens_q and len(q.shape) == 3 and q.shape[0] != len(lengths):
             raise ArgumentError(
                 f"q: expected {len(lengths)} rows, a query for each sequence; got {q.shape[0]} (shape {q.shape}). "
-                "Other numbers of queries are told by cu_seqlens_q=."
+                "For other numbers of queries give cu_seqlens_q=, beside layout='lhd'."
             )
         rows = packed_lengths(given, q.shape[0] if q.shape else 0, len(lengths))
         offsets = tuple(itertools.accumulate(rows, initial=0))

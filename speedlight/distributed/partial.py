@@ -81,8 +81,8 @@ def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placemen
     problem = from_stored(storage.query(q), storage.shape.stored(totals), given)
     if n_new is not None and given.q_lengths is None and q.shape[2] != n_new:
         raise ArgumentError(
-            f"q: expected {n_new} tokens, as k has; got {q.shape[2]} (shape {tuple(q.shape)}). Other queries than "
-            "those of the new tokens are told by q_lengths=."
+            f"q: expected {n_new} tokens, as k has; got {q.shape[2]} (shape {tuple(q.shape)}). For other "
+            "queries than the new tokens give q_lengths=."
         )
     if problem.causal:
         check_asked(list(problem.q_lengths), totals)

@@ -19,8 +19,14 @@ def shown(x: Any) -> str:
         return f"a value of type {type(x).__name__}"
 
 
+# whether the package is on the package index: the one place that knows. The commit of the first release says True
+PUBLISHED = False
+
+
 def how_to_install(extra: str) -> str:
-    """Returns the command that brings what an extra of pyproject.toml names. It is on no package index."""
+    """Returns the command that brings what an extra of pyproject.toml names."""
+    if PUBLISHED:
+        return f"pip install 'speedlight[{extra}]'"
     return f"pip install '.[{extra}]' in a clone of speedlight's repository"
 
 
@@ -87,7 +93,7 @@ class Error(Exception):
 
 def rename(error: Error, names: dict[str, str]) -> None:
     """Gives arguments in a message the names that the caller knows them by."""
-    text = re.sub(rf"\b({'|'.join(names)})\b(?![-(])", lambda found: names[found[0]], str(error))
+    text = re.sub(rf"\b({'|'.join(names)})\b(?![-(]|=lambda)", lambda found: names[found[0]], str(error))
     error.args = (text, *error.args[1:])
 
 

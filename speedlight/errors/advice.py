@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import ArgumentTypeError, Error
-from .other_names import ADAPTERS, CAPACITY, LAYOUTS, MAKERS, OF, OPTIONS, OVER_RANKS
+from . import ArgumentTypeError, Error, shown
+from .other_names import ADAPTERS, CAPACITY, LAYOUTS, MAKERS, NO_SUCH, OF, OPTIONS, OVER_RANKS, SHARED
 
 
 def explain(error: Exception, function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -28,10 +28,10 @@ def explain(error: Exception, function: Any, args: Sequence[Any], options: Mappi
         raise unknown(function, theirs[0]) from None
     if len(args) > by_place < len(known):
         skipped = "self" in known
-        named = ", ".join(known[skipped:by_place]) or "no argument"
+        named, others = ", ".join(known[skipped:by_place]) or "no argument", known[by_place:]
         raise ArgumentTypeError(
             f"{_name(function)}: expected {named} by place, and others by name; got {len(args) - skipped} by place. "
-            f"Write {'mask' if 'mask' in known else known[by_place]}=…, and so on."
+            f"Write {'mask' if 'mask' in others else others[0]}=…, and so on."
         ) from None
     has_sizes = {"layers", "kv_heads", "head_dim"} <= set(options)
     if _over_ranks(function) and _name(function) == "KVCache" and has_sizes and "capacity" not in options:
@@ -49,15 +49,17 @@ def unknown(function: Any, name: str) -> Exception:
     hint = hint_of(function, name)
     if hint is not None:
         way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
-        more = "".join([f" {text}" for names, text in ADAPTERS.items() if name in names])
+        adapters = {} if _has_others(function) else ADAPTERS
+        more = "".join([f" {text}" for names, text in adapters.items() if name in names])
         attention = sys.modules["speedlight"].attention
         whose = "an argument of attention()" if name in parameters(attention)[0] else "another library's"
         called = f"{_home(function)}{_name(function)}"
         return ArgumentTypeError(f"{name}: expected the arguments of {called}(); got {whose}. {way}.{more}")
     from difflib import get_close_matches
 
-    near = get_close_matches(name, [x for x in parameters(function)[0] if x != "self"], 1)
-    way = f" Did you mean {near[0]!r}?" if near else ""
+    own = [x for x in parameters(function)[0] if x != "self"]
+    near = get_close_matches(name, own, 1, 0.7)
+    way = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(own)}."
     return TypeError(f"{_home(function)}{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
 
 
@@ -73,8 +75,25 @@ def hint_of(function: Any, name: str) -> str | None:
         return own.get(name)
     if name in OF.get(called, {}):
         return OF[called][name]
+    if _has_others(function):
+        return _adapted(function, name)
     hint = OPTIONS.get(name) if called not in ("merge", "merge_states", "synchronize") else None
     return hint if hint is not None and options_in(hint) <= {*parameters(function)[0]} else None
+
+
+def _has_others(function: Any) -> bool:
+    """Returns whether a call has another library's arguments."""
+    homes = ("flash_attn", "jax", "torch.dot_product", "torch.flex")
+    return bool(function.__module__.startswith(tuple([f"speedlight.{x}" for x in homes])))
+
+
+def _adapted(function: Any, name: str) -> str | None:
+    """Returns what an argument, ours or of a third library, is in a call that has another library's arguments."""
+    own = {*parameters(function)[0]}
+    for hint in SHARED.get(name, ()):
+        if options_in(hint) <= own:
+            return hint
+    return NO_SUCH if name in parameters(sys.modules["speedlight"].attention)[0] else None
 
 
 def options_in(hint: str) -> set[str]:
@@ -114,9 +133,53 @@ def of_layout(layout: Any) -> str:
 def of_heads(layout: str, sizes: Any) -> str:
     """A sentence for who gives heads and lengths that would fit each other the other way round."""
     other = {"bhld": "blhd", "blhd": "bhld"}.get(layout)
-    if other is None or not 0 < sizes.k_len <= sizes.q_len < sizes.q_heads or sizes.q_len % sizes.k_len:
+    way = ""
+    if other is not None and 0 < sizes.k_len <= sizes.q_len and not sizes.q_len % sizes.k_len:
+        way = f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
+    if sizes.q_heads < sizes.kv_heads:
+        return f"{way} Or q and k are in each other's place: k has as many heads as q, or fewer."
+    return f"{way} Each head of k and v serves as many of q's: repeat heads of k and v, or leave some away."
+
+
+def of_stored_heads(layout: str, sizes: Any) -> str:
+    """A sentence for who gives queries whose heads are no multiple of those of the stored keys."""
+    if not sizes.q_len or sizes.q_len % sizes.kv_heads:
         return ""
-    return f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
+    first = len(layout) - 3
+    return f" If these are tokens, of {sizes.q_len} heads, give q.swapaxes({first}, {first + 1})."
+
+
+def of_head_dim(head_dim: int, k_len: int, layout: str, q: str = "q", k: str = "k", v: str = "v") -> str:
+    """A sentence for who gives keys of another head_dim than that of the queries."""
+    if k_len == head_dim and layout.endswith("ld"):
+        return f" If {k} is transposed, give {k}.swapaxes(-1, -2)."
+    return f" {v} alone may have another one. Fill {q} or {k} up with zeros, beside scale=."
+
+
+def of_packed(name: str, shape: tuple[int, ...]) -> str:
+    """A sentence for who gives a pool, which takes packed tokens, an array of other dimensions."""
+    if len(shape) == 4:
+        packed = f"{name}.swapaxes(1, 2).reshape(-1, {shape[1]}, {shape[3]})"
+        lengths = f"[{shape[2]}] * {shape[0]}"
+        return f" Of (batch, heads, length, head_dim) it is {packed}, and so the others, beside new_lengths={lengths}."
+    return f" Of one head it is {name}[:, None], and so the others." if len(shape) == 2 else ""
+
+
+def of_no_tensor(x: Any) -> str:
+    """A sentence for who gives another library's array where a tensor should be."""
+    return " Use torch.as_tensor()." if type(x).__name__ == "ndarray" or "jax" in type(x).__module__ else ""
+
+
+def of_scale(x: Any, name: str = "scale") -> str:
+    """A sentence for who gives an array or a tensor as the factor of scores."""
+    if type(x).__name__ not in ("Tensor", "Parameter", "ndarray"):
+        return ""
+    if x.ndim == 0 and not getattr(x, "requires_grad", False):
+        return f" Write {name}={name}.item()."
+    return (
+        f" One that is learned, or of each head, multiplies q, beside {name}=1.0; attention() takes it in "
+        "score=lambda s, b, h, i, j: s * t, too."
+    )
 
 
 def of_window(x: Any) -> str:
@@ -136,7 +199,8 @@ def of_items(layout: str) -> str:
 
 def of_causal(x: Any) -> str:
     """A sentence for who gives a truth that is no bool."""
-    return f" Write causal={bool(x)}." if type(x).__name__ in ("int", "bool", "bool_") and x in (0, 1) else ""
+    meant = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(shown(x).strip("'").lower())
+    return "" if meant is None else f" Write causal={meant}."
 
 
 def of_masks(name: str, x: Any) -> str:
@@ -149,13 +213,17 @@ def of_masks(name: str, x: Any) -> str:
 
 def of_mask(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
     """A sentence for who gives an array of a shape that does not broadcast to (batch, q_heads, q_len, k_len)."""
-    batch, _, q_len, k_len = whole
+    batch, heads, q_len, k_len = whole
+    if shape == (heads,):
+        return f" Of one number for each head write {name}[:, None, None]."
     if shape == (batch, k_len):
         padding = "A tokenizer's mask of (batch, k_len) is mask=sl.padding(attention_mask)"
         bools = f"{padding}; of bools it is mask[:, None, None, :], too"
         return f" {bools if name == 'mask' else f'Of (batch, k_len) write {name}[:, None, None, :]'}."
     if shape == (batch, q_len, k_len):
         return f" Of (batch, q_len, k_len) write {name}[:, None]."
+    if len(shape) > 1 and shape[-1] == k_len and shape[-2] > q_len > 0:
+        return f" Of its last rows write {name}[..., -{q_len}:, :]."
     return ""
 
 

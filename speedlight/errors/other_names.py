@@ -36,7 +36,7 @@ _OPTIONS = {
     "dropped",
     "softmax_scale sm_scale scaling scale_factor": "scale=, a factor of the scores",
     "enable_gqa": "nothing: fewer heads of k and v are grouped heads",
-    "softcap logits_soft_cap attn_logits_soft_cap soft_cap": _CAP,
+    "softcap logits_soft_cap attn_logits_soft_cap soft_cap logit_cap logit_softcapping attn_logit_softcapping": _CAP,
     "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
     "window_left left_window_size window_size_left": "window=(left, None) beside causal=True; -1, elsewhere no limit, "
     "is leaving it out",
@@ -75,6 +75,17 @@ _OPTIONS = {
     "query": "q=",
     "key": "k=",
     "value": "v=",
+    "alibi alibi_bias": "score=sl.alibi(slopes), a slope for each head",
+    "position_ids positions rope rotary rotary_emb freqs_cis cos sin": "nothing: sl.rotary(q) turns q and k before",
+    "segment_ids q_segment_ids kv_segment_ids document_ids": "mask=sl.documents(ids), or layout='lhd' and "
+    "cu_seqlens_q= for packed sequences",
+    "average_attn_weights": "nothing: sl.reference.weights(q, k) for a few rows",
+    "chunk_size query_chunk_size key_chunk_size block_size block_q block_k num_warps num_stages op": "nothing: how "
+    "work is divided is the engine's own",
+    "dtype softmax_dtype precision_dtype": "nothing: convert q, k and v; softmax is computed in float32 or float64",
+    "device": "engine='cpu' or 'cuda', or nothing: it is where q lies",
+    "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
+    "generator rng key_rng dropout_seed": "seed=, an int",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {
@@ -99,6 +110,8 @@ _PLAN = {
     "seqlen_q qo_len": "q_len=",
     "seqlen_k kv_len": "k_len=",
     "world_size cp_size num_ranks processes": "ranks=",
+    "num_layers n_layers layers": "nothing: a plan is of one layer",
+    "fwd_bwd training": "backward=True",
     "mesh": "method='mesh' beside ranks=: every mesh of so many is looked at",
     "engine": "device='cuda', or nothing: it is where the arrays lie",
 }
@@ -107,6 +120,7 @@ _KEPT = {
     "num_heads n_heads nheads heads": "kv_heads=, those of keys and values",
     "num_layers n_layers num_hidden_layers": "layers=",
 }
+_CODES = {"nbits bits quantized quantization cache_dtype kv_cache_dtype": "dtype='int8' or 'fp8', with scales"}
 _TOKENS = "max_seq_len max_seqlen max_length max_len max_cache_len size n"
 _WINDOWS = "window window_size sliding_window"
 _FIRST = "keep_first num_sink_tokens sink_tokens sinks"
@@ -117,11 +131,16 @@ _CACHE = {
     "sliding_window window_size": "window=n: a token sees itself and the n - 1 before it",
     "num_sink_tokens sink_tokens sinks": "keep_first=",
     "page_size block_size num_pages num_blocks": "PagePool(…) for pages",
+    "config": "layers=, kv_heads= and head_dim= of the model; transformers' models take speedlight.transformers.Cache",
+    **_CODES,
+    "layout": "nothing: a cache takes (batch, heads, length, dim) of any strides",
 }
 _POOL = {
     **_KEPT,
     "num_pages num_blocks max_num_pages": "pages=",
     "block_size": "page_size=, a multiple of 16",
+    "gpu_memory_utilization memory_fraction": "pages=, of page_size tokens",
+    **_CODES,
     f"{_WINDOWS} {_FIRST}": "nothing: a pool keeps every token; a mask of attend() may be sl.window(n - 1, 0) | "
     "sl.prefix(first), and KVCache(window=n) forgets old ones",
     f"batch {_BATCH} capacity {_TOKENS}": "nothing: sequences grow while pages are free",
@@ -160,6 +179,7 @@ _STORED = {
     _INDICES: "block_table=, a row of page numbers for each sequence, and k_lengths=",
     "kv_layout": "nothing: pages are FlashInfer's 'NHD'; of 'HND' k_pages.swapaxes(1, 2), and so v_pages",
     "slot_mapping batch_indices positions": "nothing: block_table= and k_lengths= say where",
+    "page_size block_size": "nothing: it is the second dimension of k_pages",
     "k_scale v_scale k_descale v_descale kv_cache_dtype kv_data_type": "nothing: pages of yours hold no codes; those "
     "of PagePool(dtype='fp8') do, and find scales themselves",
 }
@@ -185,10 +205,12 @@ _APPENDED = {
 }
 _BACKWARD = {
     "engine precision": "nothing: gradients are computed on the CPU, as float32 has them",
-    "dout grad_output grad_out": "d_out=, what flows back to out",
+    "dout grad_output grad_outputs grad_out": "d_out=, the gradient of out",
+    "return_lse": "nothing: gradients come, (dq, dk, dv)",
+    "delta": "nothing: it is computed",
 }
 _STATES = {
-    "out lse out_a lse_a v_a s_a v_b s_b out_partial lse_partial": "merge(out1, lse1, out2, lse2), or "
+    "out lse outs lses out_a lse_a v_a s_a v_b s_b out_partial lse_partial": "merge(out1, lse1, out2, lse2), or "
     "merge([out1, …], [lse1, …])"
 }
 _IN_LAYER = "nothing: Attention({}) says it, where the layer is made"
@@ -234,6 +256,8 @@ _TURNED = {
     "rope_scaling scaling_factor rope_scale scale": "cos= and sin= of the scaled angles; base= alone scales none",
     "cu_seqlens cu_seqlens_q indptr max_seqlen": "positions=, of each token; in layout='lhd' they begin again where a "
     "sequence does",
+    "seq_len seqlen max_seq_len max_position_embeddings": "nothing: x has its length; positions= are its tokens'",
+    "rope_type": "cos= and sin= of its angles; base= alone is the plain one",
     "unsqueeze_dim": "layout='bhld' for 1, the default, and 'blhd' for 2",
 }
 OPTIONS = _by_name(_OPTIONS)
@@ -290,7 +314,79 @@ _LAYER = {
     "layer_idx layer_id layer_index": "layer=, whose part of a cache is this layer's",
     "batch_first": "nothing: x is (batch, length, dim)",
 }
-MAKERS = _each({"KVCache": _CACHE, "PagePool": _POOL, "Attention": _LAYER})
+_MODELS = {
+    f"{_TOKENS} max_new_tokens": "capacity=, the most tokens of a sequence",
+    _BATCH: "nothing: it has the batch of the keys that it is given first",
+    "device": "nothing: it lies where the model's keys lie",
+    **_CODES,
+}
+MAKERS = _each({"KVCache": _CACHE, "PagePool": _POOL, "Attention": _LAYER, "Cache": _MODELS})
+# of calls that have another library's arguments: what a name that is ours, or a third library's, is in whichever call
+# has the argument
+NO_SUCH = "nothing: it is an option of speedlight.attention()"
+_BY_MASK_FUNCTION = "block_mask=create_block_mask(function, B, H, Q_LEN, KV_LEN)"
+_LSE = ("return_lse=True", "return_attn_probs=True", "return_residual=True, log-sum-exps")
+SHARED: dict[str, tuple[str, ...]] = {
+    name: hints
+    for names, hints in {
+        "causal is_causal use_causal_mask": ("is_causal=True", "causal=True", _BY_MASK_FUNCTION),
+        "scale softmax_scale sm_scale scaling": ("scale=", "softmax_scale="),
+        "mask attn_mask attention_mask block_mask mask_mod": (
+            "attn_mask=, of bool, True where a key is seen",
+            "mask=, of bool, True where a key is seen",
+            _BY_MASK_FUNCTION,
+            "mask_mod=, a function",
+            NO_SUCH,
+        ),
+        "score score_mod bias attn_bias": ("score_mod=, a function", "bias=", "attn_mask=, of floats", NO_SUCH),
+        "dropout dropout_p attn_dropout dropout_rate": ("dropout_p=", NO_SUCH),
+        "window window_size sliding_window local_window_size": (
+            "window_size=(left, right)",
+            "local_window_size=(left, right)",
+            _BY_MASK_FUNCTION,
+            NO_SUCH,
+        ),
+        "softcap logits_soft_cap soft_cap": (
+            "softcap=",
+            "score_mod=lambda s, b, h, i, j: c * torch.tanh(s / c)",
+            "nothing: sl.softcap(30.0) is a score of speedlight.attention()",
+        ),
+        "alibi_slopes": (
+            "score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i)",
+            "nothing: sl.alibi(slopes) is a score of speedlight.attention()",
+        ),
+        "enable_gqa": ("nothing: fewer heads of k and v are grouped heads",),
+        "sink_logits sinks s_aux learnable_sink": ("learnable_sink=, one for each head", NO_SUCH),
+        "return_lse return_attn_probs return_softmax_lse return_residual": _LSE,
+        "lengths k_lengths seqused_k kv_seq_lengths": ("key_value_seq_lengths=", "seqused_k=", "cache_seqlens="),
+        "q_lengths seqused_q": ("query_seq_lengths=", "seqused_q="),
+        "cu_seqlens cu_seqlens_q cu_seqlens_k": ("nothing: packed sequences are flash_attn_varlen_func()'s",),
+        "block_table page_table block_tables": ("block_table=", "page_table="),
+        "q query": ("query=", "q="),
+        "k key": ("key=", "k="),
+        "v value": ("value=", "v="),
+    }.items()
+    for name in names.split()
+}
+# of a package: names that are elsewhere
+ELSEWHERE = {
+    "speedlight": _by_name(
+        {
+            "torch jax onnx flash_attn transformers distributed": "import speedlight.{name} first",
+            "scaled_dot_product_attention flex_attention create_block_mask sdpa patch": "speedlight.torch has {name}()",
+            "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache": "speedlight.flash_attn has {name}()",
+            "dot_product_attention": "speedlight.jax has {name}()",
+            "register": "speedlight.transformers has {name}()",
+            "flash_attention memory_efficient_attention attention_forward": "use attention()",
+            "Attention MultiheadAttention": "speedlight.torch has Attention, a layer",
+            "StaticCache DynamicCache Cache": "use KVCache; speedlight.transformers has Cache",
+            "causal_mask make_causal_mask": "use causal()",
+            "sliding_window": "use window()",
+            "set_num_threads": "use set_threads()",
+            "rope apply_rotary_emb apply_rotary_pos_emb": "use rotary()",
+        }
+    )
+}
 LAYOUTS = _by_name(
     {
         "sbhd lbhd tbhd": "q.swapaxes(0, 1) is 'blhd'; so are k and v",

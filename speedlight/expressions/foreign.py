@@ -237,7 +237,8 @@ def unknown(library: str, function: Any) -> ExpressionError:
     if name == "embedding":
         return ExpressionError("torch.embedding: expected its weight, looked up: of emb(i)[h] write emb.weight[i, h].")
     return ExpressionError(
-        f"{short}.{name}: expected operators, sl.where, sl.exp, sl.minimum … in an expression; symbols have no values."
+        f"{short}.{name}: expected operators and functions of single numbers, as sl.where, np.exp, torch.tanh; symbols "
+        "have no values. Compute it outside and look it up: t = sl.table(array), and t[i] in the function."
     )
 
 

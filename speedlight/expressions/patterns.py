@@ -98,10 +98,10 @@ def padding(attention_mask: Any) -> Expression:
             "attention_mask != 0; what is added to scores is score=[array]."
         )
     if len(given.shape) != 2:
-        raise ArgumentError(
-            f"attention_mask: expected 2 dimensions, (batch, k_len); got shape {given.shape}. A bool array that "
-            "broadcasts to (batch, q_heads, q_len, k_len) is mask=array."
-        )
+        way = "A bool array that broadcasts to (batch, q_heads, q_len, k_len) is mask=array."
+        if len(given.shape) == 1:
+            way = "Of one sequence write [attention_mask]; lengths are lengths=."
+        raise ArgumentError(f"attention_mask: expected 2 dimensions, (batch, k_len); got shape {given.shape}. {way}")
     entries = given.host()
     odd = entries[(entries != 0) & (entries != 1)]
     if odd.size:
@@ -136,6 +136,9 @@ def alibi(slopes: Any) -> Expression:
     >>> sl.alibi(np.float32([0.5, 0.25]))
     score (s + (slopes[h] * cast((j - i))))
     """
+    if whole(slopes) is not None:
+        way = "The usual ones of n heads, a power of 2, are 2.0 ** (-8 / n * numpy.arange(1, n + 1))."
+        raise ArgumentTypeError(f"slopes: expected an array, one per query head; got {shown(slopes)}. {way}")
     of = _table(slopes, "slopes", ("int", *_FLOATS), (1,))
     if not np.isfinite(of.array).all():
         raise ArgumentError("slopes: expected finite numbers; got NaN or infinity among them.")
@@ -162,7 +165,8 @@ def softcap(c: Any) -> Expression:
         raise ArgumentTypeError(f"c: expected a number; got {shown(c)}.")
     number: Any = given
     if not 2.0**-126 <= number < 2.0**127:  # float32 holds it and its inverse
-        raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.")
+        way = " Without a cap leave it out." if number == 0 else ""
+        raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.{way}")
     if of is not None:
         of.origin = None if of.origin is None else c  # itself, which may come to require grad, not a view
         number = of[0]
@@ -202,7 +206,8 @@ def _limit(name: str, x: Any) -> int:
 def _integer(name: str, x: Any, least: int) -> int:
     value = whole(x)
     if value is None:
-        raise ArgumentTypeError(f"{name}: expected an int; got {shown(x)}.")
+        way = "One for each item is a function: lambda b, h, i, j: j < n[b]."
+        raise ArgumentTypeError(f"{name}: expected an int; got {shown(x)}.{f' {way}' if name == 'n' else ''}")
     if not least <= value <= _MOST:
         raise ArgumentError(f"{name}: expected an int from {least} to 2^46; got {shown(x)}.")
     return value
@@ -213,7 +218,9 @@ def _table(x: Any, name: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> 
     check_outside(name, "patterns of arrays, tensors and tables")
     of = x if isinstance(x, Table) else table(x, name)
     if of.kind not in kinds:
-        raise ArgumentTypeError(f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}.")
+        raise ArgumentTypeError(
+            f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}. Convert it."
+        )
     if of.array.ndim not in dims:
         several = "s" * (dims[-1] > 1)
         expected = f"{' or '.join(map(str, dims))} dimension{several}"

@@ -49,10 +49,16 @@ def node_of(x: Any) -> Node:
         )
     if type(x).__module__.split(".")[0] in ("jax", "jaxlib"):
         raise ExpressionError(OF_JAX)
-    raise ExpressionError(
-        f"{type(x).__name__}: expected a symbol or a Python number in an expression. Look arrays up through "
-        "sl.table(array)."
-    )
+    name, way = _OURS.get(type(x).__name__, (type(x).__name__, "Look arrays up through sl.table(array)."))
+    raise ExpressionError(f"{name}: expected a symbol or a Python number in an expression. {way}")
+
+
+# our own types, which modules further on have: what they are, and the way out
+_OURS = {
+    "Expression": ("a pattern", "Join patterns and functions outside: sl.causal() & (lambda b, h, i, j: …)."),
+    "Table": ("a table", "Look it up at positions: table[i]."),
+    "TableRows": ("a row of a table", "Look it up at as many positions as it has dimensions: table[h, i]."),
+}
 
 
 OF_JAX = (
@@ -96,7 +102,8 @@ def _refusal(asked: str) -> Callable[..., Any]:
 
 
 _NO_BRANCH = _refusal(
-    "Python's if, and, or, not, max, range … cannot look at it: use sl.where(condition, yes, no), & | ~, sl.minimum, "
+    "Python's if, and, or, not, in, max, range and chains such as 0 <= x < 4 cannot look at it. Put parentheses around "
+    "each comparison and join them by & | ~, as (0 <= x) & (x < 4); else use sl.where(condition, yes, no), sl.minimum, "
     "sl.maximum."
 )
 _NO_INDEX = _refusal(
@@ -267,6 +274,8 @@ def applied(op: str, *operands: Any) -> Symbol:
     if [x for x in operands if is_row(x)]:
         return entrywise(applied, op, operands)  # type: ignore[return-value]
     row, nodes = OPERATIONS[op], [node_of(x) for x in operands]
+    if op in _COMPARISONS:
+        _check_precedence(str(row.symbol), nodes)
     kind = _greatest(nodes)
     # lists: an interrupt that comes while a generator is closed would be lost
     accepted_kinds = [x for x in KINDS[KINDS.index(kind) :] if x in row.accepts]
@@ -281,6 +290,22 @@ def applied(op: str, *operands: Any) -> Symbol:
     if op in ("shl", "shr") and args[1].op == "number" and not 0 <= args[1].value < 64:
         raise ExpressionError(f"{row.symbol}: expected a shift of 0 to 63; got {args[1].value}.")
     return Symbol(Node(op, row.gives or accepted, args))
+
+
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+def _check_precedence(symbol: str, nodes: list[Node]) -> None:
+    """Raises for a comparison of `condition & position`, as in (i >= j) & j > 2; a table's flags may be joined so."""
+    for x, other in (nodes, nodes[::-1]):
+        joined = x.args if x.kind == "int" and x.op in ("and", "or", "xor") else ()
+        bits = [a for a in joined if a.op != "cast" or a.args[0].kind != "bool"]
+        if len(bits) != 1 or (bits[0].op in ("table", "number") and other.op == "number" and other.value in (0, 1)):
+            continue
+        raise ExpressionError(
+            f"{symbol}: expected a number on each side; got {x!r}, for & | ^ bind tighter than comparisons. Put "
+            "parentheses around each comparison: (i >= j) & (j > 2)."
+        )
 
 
 def _greatest(nodes: list[Node]) -> str:

@@ -89,9 +89,11 @@ class Expression:
         if callable(other) and not isinstance(other, Expression):
             other = expression(other)
         if not isinstance(other, Expression) or self.role != "mask" or other.role != "mask":
-            way = (
-                " An array of (batch, k_len) is sl.padding(array), a mask, too." if has(other, "mask", "shape") else ""
-            )
+            way = ""
+            if isinstance(other, Symbol):
+                way = " Join patterns and functions outside: sl.causal() & (lambda b, h, i, j: …)."
+            elif has(other, "mask", "shape"):
+                way = " An array of (batch, k_len) is sl.padding(array), a mask, too."
             raise ExpressionError(f"{OPERATIONS[op].symbol}: expected two masks; got {self!r} and {shown(other)}.{way}")
         return _checked("mask", Node(op, "bool", (self.root, other.root)), self.size + other.size)
 
@@ -113,7 +115,7 @@ class Expression:
 
     def __invert__(self) -> Expression:
         if self.role != "mask":
-            raise ExpressionError(f"~: expected a mask; got {self!r}.")
+            raise ExpressionError(f"~: expected a mask; got {self!r}. Negate a score by lambda s, b, h, i, j: -s.")
         return _checked("mask", Node("not", "bool", (self.root,)), self.size)
 
     def __bool__(self) -> bool:
@@ -149,12 +151,13 @@ def expression(function: MaskFunction | ScoreFunction | Expression, role: str | 
     check_outside(role or "function", "sl.expression, and patterns,")
     if isinstance(function, Expression):
         if role and function.role != role:
-            raise ExpressionError(f"{role}: expected a {role}; got the {function!r}.")
+            raise ExpressionError(f"{role}: expected a {role}; got the {function!r}. Give it as {function.role}=.")
         return function
     if not callable(function):
         such = "sl.softcap(30.0)" if role == "score" else "sl.causal()"
+        way = " Of an array it is lambda b, h, i, j: array[i, j]." if has(function, "function", "shape") else ""
         raise ArgumentTypeError(
-            f"{role or 'function'}: expected a function, a pattern such as {such}, or an array; got {shown(function)}."
+            f"{role or 'function'}: expected a function, or a pattern such as {such}; got {shown(function)}.{way}"
         )
     if isinstance(function, type):
         raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")
@@ -201,7 +204,11 @@ def _role(function: Callable[..., Any], role: str | None, count: int | None) -> 
             )
         expected = _TAKES[found] if found else f"{_TAKES['mask']}, or {_TAKES['score']}"
         got = f"{count} argument{'s' * (count != 1)}"
-        raise ExpressionError(f"{found or 'function'}: expected {expected}; got a function of {got}.")
+        other = "mask" if found == "score" else "score"
+        way = f" A {other} is {other}=." if found and count == len(_NAMES[other]) else ""
+        if (count or 0) > len(_NAMES["score"]):
+            way = " Other arrays and numbers are captured by the function, or have defaults."
+        raise ExpressionError(f"{found or 'function'}: expected {expected}; got a function of {got}.{way}")
     return found
 
 
@@ -265,7 +272,12 @@ def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
 
 
 def _refused(error: Exception) -> ExpressionError | None:
-    """Explains that another library refuses a symbol, if that is what its error says."""
+    """Explains that another library refuses a symbol, or that a pattern was called, if that is what an error says."""
+    if str(error) == "'Expression' object is not callable":
+        return ExpressionError(
+            "a pattern: expected it beside functions, not called in one; got a call. Join them outside: sl.causal() & "
+            "(lambda b, h, i, j: …)."
+        )
     if "speedlight.expressions.symbols.Symbol" not in str(error):
         return None
     if [x for x in ("JAX", "jax", "jit-wrapped") if x in str(error)]:

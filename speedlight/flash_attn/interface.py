@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..adapting import public
 from ..torch.attending import attention
 from .caches import Cache, New, attend_cache, check_given
 from .kernels import check_no_weights, read_paged_lengths
@@ -13,6 +14,7 @@ from .options import check_tensors, find_dropped, infinite_where_empty, options_
 from .sequences import PADDED, Side, attend, attend_pages, check_offsets, check_sides
 
 
+@public(leaves_graph=False)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -63,6 +65,7 @@ def flash_attn_func(
     return out, infinite_where_empty(lse), find_dropped(q, k, options)
 
 
+@public(leaves_graph=False)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -86,6 +89,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@public(leaves_graph=False)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -110,6 +114,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@public(leaves_graph=False)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -166,6 +171,7 @@ def flash_attn_varlen_func(
     return (out, infinite_where_empty(lse), q.new_empty(0)) if return_attn_probs else out
 
 
+@public(leaves_graph=False)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -193,6 +199,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@public(leaves_graph=False)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -223,6 +230,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
+@public(leaves_graph=False)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

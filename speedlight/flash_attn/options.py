@@ -11,7 +11,20 @@ from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError
 from .. import softcap as softcap_score
-from ..adapting import Library, add_distances, check_flag, draw_seed, has, integer, limits, number, pass_on, shown
+from ..adapting import (
+    Library,
+    add_distances,
+    check_flag,
+    draw_seed,
+    has,
+    integer,
+    limits,
+    number,
+    of_no_tensor,
+    of_scale,
+    pass_on,
+    shown,
+)  # fmt: skip
 from ..arrays.array import describe
 from ..arrays.memory import Array, overlap, overlaps_itself
 from ..torch.attending import attention
@@ -58,21 +71,17 @@ def check_tensors(
     hint = hint and f" {hint}"
     for name, x in arrays.items():
         if not isinstance(x, Tensor) and (strict or not hasattr(x, "shape")):
-            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.{_hint_to_convert(x)}")
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.{of_no_tensor(x)}")
     for name, x in optional.items():
         if x is not None and not isinstance(x, Tensor):
             raise ArgumentTypeError(
-                f"{name}: expected a tensor or None; got {type(x).__name__}.{_hint_to_convert(x)}{hint}"
+                f"{name}: expected a tensor or None; got {type(x).__name__}.{of_no_tensor(x)}{hint}"
             )
     for name, x in ints.items():
         if isinstance(x, _WORDS):
             raise ArgumentTypeError(f"{name}: expected a tensor of ints, or None; got {type(x).__name__}.{hint}")
         if isinstance(x, Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool):
             raise ArgumentTypeError(f"{name}: expected an int32 tensor; got {x.dtype}. Use .int().")
-
-
-def _hint_to_convert(x: Any) -> str:
-    return " Use torch.as_tensor()." if hasattr(x, "shape") else ""
 
 
 def options_of(
@@ -102,7 +111,8 @@ def options_of(
 
 
 def _checked_scale(softmax_scale: Any) -> float:
-    value = number("softmax_scale", softmax_scale, "a number or None (1/sqrt(headdim))")
+    what = "a number or None (1/sqrt(headdim))"
+    value = number("softmax_scale", softmax_scale, what, functools.partial(of_scale, name="softmax_scale"))
     if not abs(value) <= 1e30:  # NaN is not, either
         raise ArgumentError(f"softmax_scale: expected a finite number up to 1e30 in size; got {value}.")
     return value
@@ -114,7 +124,9 @@ def read_sides(window_size: Any) -> tuple[int | None, int | None]:
         left, right = window_size
     except Exception as error:  # a sparse tensor raises RuntimeError
         pass_on(error)
-        raise ArgumentTypeError(f"window_size: expected (left, right); got {shown(window_size)}.") from None
+        raise ArgumentTypeError(
+            f"window_size: expected (left, right), as (127, 0), or -1 for no limit; got {shown(window_size)}."
+        ) from None
     return tuple(None if n is None else integer("window_size", n) for n in (left, right))  # type: ignore[return-value]
 
 
@@ -133,7 +145,7 @@ def _make_scores(q: Tensor, cap: float, alibi_slopes: Any, offsets: Any) -> Any:
         shape = tuple(alibi_slopes.shape) if is_array else ()
         batch = q.shape[0] if offsets is None else len(offsets) - 1
         if shape not in ((heads,), (batch, heads)):
-            got = shape if is_array else f"{type(alibi_slopes).__name__}, not a tensor"
+            got = shape if is_array else f"{type(alibi_slopes).__name__}; use torch.tensor()"
             raise ArgumentError(
                 f"alibi_slopes: expected shape ({heads},) or ({batch}, {heads}), by q's heads; got {got}."
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, merge
-from ..adapting import Library
+from ..adapting import Library, public
 from .caches import Cache, New, attend_cache, check_given
 from .kernels import sum_rows, write_gradients
 from .options import OTHER_ORDER, V3, check_tensors, check_written, options_of, unpacked
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 
+@public(leaves_graph=False)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -79,6 +80,7 @@ def flash_attn_func(
     return attend(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
 
 
+@public(leaves_graph=False)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -116,6 +118,7 @@ def flash_attn_qkvpacked_func(
     return attend(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
 
 
+@public(leaves_graph=False)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -202,6 +205,7 @@ def flash_attn_combine(
     return out.copy_(found), lse
 
 
+@public(leaves_graph=False)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

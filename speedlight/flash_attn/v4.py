@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, Expression, Table, UnsupportedError, expression, table
-from ..adapting import shown
+from ..adapting import public, shown
 from ..expressions.tracing import check_returned
 from . import v3
 from .options import OTHER_ORDER, V4, check_tensors, options_of, read_sides
@@ -59,6 +59,7 @@ class Mods(NamedTuple):
     scalars: Any
 
 
+@public(leaves_graph=False)
 def flash_attn_func(
     q: Tensor | None,
     k: Tensor | None,
@@ -130,6 +131,7 @@ def flash_attn_func(
     )  # fmt: skip
 
 
+@public(leaves_graph=False)
 def flash_attn_varlen_func(
     q: Tensor | None,
     k: Tensor | None,

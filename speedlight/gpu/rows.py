@@ -33,7 +33,7 @@ def device_of(device: Any) -> torch.device:
     if interpreting():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UnsupportedError("device: expected a CUDA device; PyTorch sees none here.")
+        raise UnsupportedError("device: expected a CUDA device; PyTorch sees none here. Use device='cpu'.")
     return torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
 
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from ..errors.other_names import ELSEWHERE
 from .forks import importing
 
 
@@ -19,7 +20,8 @@ def importer(scope: dict[str, Any], names: Mapping[str, str], modules: Collectio
     def find(name: str) -> Any:
         home = name if name in modules else homes.get(name)
         if home is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            way = ELSEWHERE.get(package, {}).get(name, "").format(name=name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}" + (f": {way}" if way else ""))
         with importing:
             module = importlib.import_module(home if home.startswith(".") else f".{home}", package)
         if name in modules:

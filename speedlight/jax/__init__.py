@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from .. import ArgumentError, ArgumentTypeError, Table, UnsupportedError, attention, attention_backward
-from ..adapting import DTYPES, Library, check_flag, integer, scale_of, shown
+from ..adapting import DTYPES, Library, check_flag, integer, public, scale_of, shown
 from . import xla
 
 __all__ = ["dot_product_attention"]
@@ -33,10 +33,12 @@ JAX = Library(
     refused={"implementation": "It chooses among jax.nn.dot_product_attention's own."},
 )
 HIDDEN = np.float32(-0.7) * np.finfo(np.float32).max  # what JAX puts where a mask hides a key
+_LENGTH = " JAX's length comes before heads: (batch, length, heads, dim)."
 _PIECE = 256  # rows that are settled at a time
 _OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 
 
+@public(leaves_graph=False)
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -342,9 +344,9 @@ def _check_arrays(q: Any, k: Any, v: Any) -> None:
     if v.shape != k.shape:
         raise ArgumentError(f"value: expected shape {k.shape}, as key has; got {v.shape}.")
     if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
-        raise ArgumentError(f"key: expected batch {q.shape[0]} and dim {q.shape[3]}, as query; got {k.shape}.")
+        raise ArgumentError(f"key: expected batch {q.shape[0]} and dim {q.shape[3]}, as query; got {k.shape}.{_LENGTH}")
     if not k.shape[2] or q.shape[2] % k.shape[2]:
-        raise ArgumentError(f"key: expected heads that divide query's {q.shape[2]}; got {k.shape[2]}.")
+        raise ArgumentError(f"key: expected heads that divide query's {q.shape[2]}; got {k.shape[2]}.{_LENGTH}")
     if not (k.shape[1] and k.shape[3]):
         raise ArgumentError(f"key: expected at least one key, and a dim of at least 1; got {k.shape}.")
 
@@ -357,8 +359,11 @@ def _check_dense(name: str, x: Any, q: Any, k: Any) -> Any:
     """Returns a mask, or a bias in the type of scores, of four dimensions."""
     x = jnp.asarray(x)
     if (x.dtype == bool) != (name == "mask") or jnp.iscomplexobj(x):
-        expected = "bool, True where a key takes part" if name == "mask" else "floats, which are added to scores"
-        raise ArgumentTypeError(f"{name}: expected {expected}; got {x.dtype}.")
+        if name == "mask":
+            expected, way = "bool, True where a key takes part", "Use mask.astype(bool), or bias= for what is added"
+        else:
+            expected, way = "floats, which are added to scores", "A bool array is mask="
+        raise ArgumentTypeError(f"{name}: expected {expected}; got {x.dtype}. {way}.")
     whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     shape = (1,) * (4 - x.ndim) + x.shape
     if len(shape) != 4 or not all([a in (1, b) for a, b in zip(shape, whole, strict=True)]):
@@ -383,7 +388,9 @@ def _read_window(size: Any) -> tuple[int, int] | None:
         raise ArgumentError(f"local_window_size: expected an int or (left, right); got {shown(size)}.")
     left, right = (integer("local_window_size", n) for n in pair)
     if min(left, right) < 0:
-        raise ArgumentError(f"local_window_size: expected sizes of at least 0; got {shown(size)}.")
+        raise ArgumentError(
+            f"local_window_size: expected sizes of at least 0; got {shown(size)}. Without a limit leave it out."
+        )
     return left, right
 
 

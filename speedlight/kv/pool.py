@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..engines import by_name
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, not_pickled, shown
+from ..errors.advice import of_packed
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
@@ -393,7 +394,8 @@ class PagePool:
         query = query_of(self._storage, arrays, given, return_lse, out)
         shape = query.q.shape
         if len(shape) != 3:
-            raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {shape}.")
+            expected = f"shape (total new, q_heads, {self.head_dim})"
+            raise ArgumentError(f"q: expected {expected}; got {shape}.{of_packed('q', shape)}")
         name, lengths = ("new_lengths", new_lengths) if q_lengths is None else ("q_lengths", q_lengths)
         asked = packed_counts(name, lengths, len(sequences), shape[0])
         if k is None or v is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
+from ..errors.advice import of_packed
 from ..problem.checks import check_flag, check_tokens, item_lengths, new_counts
 from ..problem.problem import Options
 from ..problem.tokens import Piece
@@ -61,7 +62,8 @@ def piece_of(query: Query, before: list[int], after: list[int], written: list[in
     for item, (asked, n, w) in enumerate(zip(counts, after, written, strict=True)):
         if asked and ring.lost(n - asked, n, w):
             raise ArgumentError(
-                f"q: expected fewer queries; of sequence {item} the window has forgotten what {asked} of them see."
+                f"q: expected fewer queries; of sequence {item} the window has forgotten what {asked} of them see. "
+                "Make a cache of a longer window."
             )
     return Piece(slice(0, rows), before, after, None if counts.count(rows) == len(counts) else counts)
 
@@ -80,12 +82,27 @@ def _turned(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], 
     )
 
 
+def _remade(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...]) -> str:
+    """A sentence for who gives tokens of other sizes than those that a cache or pool was made for."""
+    if len(shape) == 3 and len(expected) == 4:
+        return f" Of one sequence it is {name}[None], and so the others."
+    if len(shape) != len(expected):
+        return ""
+    sizes = ("batch", "kv_heads", "n_new", "head_dim" if name == "k" else "value_dim")
+    if len(expected) == 3:
+        sizes = ("total new", *sizes[1::2])
+    others = [f"{word}={n}" for word, n, one in zip(sizes, shape, expected, strict=True) if one not in (n, word)]
+    return f" Make it with {' and '.join(others)}."
+
+
 def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], axis: int) -> Any:
     """New keys or values, of the storage's dtype and the expected shape, whose `axis` is a word for any size."""
     tokens, dtype = storage.received(x, name)
     shape, after = tuple(tokens.shape), axis + 1
     if len(shape) != len(expected) or shape[:axis] != expected[:axis] or shape[after:] != expected[after:]:
-        way = _turned(name, shape, expected, axis)
+        is_packed = len(expected) == 3 != len(shape)
+        turned = _turned(name, shape, expected, axis) or _remade(name, shape, expected)
+        way = of_packed(name, shape) if is_packed else turned
         raise ArgumentError(f"{name}: expected shape ({', '.join(map(str, expected))}); got {shape}.{way}")
     check_tokens(dtype, name, storage.shape.dtype)
     return tokens
@@ -96,8 +113,8 @@ def check_queries(query: Query, n_new: int) -> None:
     shape = query.q.shape
     if len(shape) == 4 and shape[2] != n_new and query.lengths is None:
         raise ArgumentError(
-            f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {shape}). Other queries than those of the "
-            "new tokens are told by q_lengths=."
+            f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {shape}). For other queries than the new "
+            "tokens give q_lengths=."
         )
 
 
@@ -124,6 +141,6 @@ def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any,
     wanted = k.shape[0] if total is None else total
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != wanted:
-            way = "" if total is None else " Other queries than those of the new tokens are told by q_lengths=."
+            way = "" if total is None else " For other queries than the new tokens give q_lengths=."
             raise ArgumentError(f"{name}: expected {wanted} tokens, as q and new_lengths have; got {x.shape[0]}.{way}")
     return k, v

@@ -18,7 +18,7 @@ from ..arrays.layouts import AXES, are_widened, batch_of, check_batch, check_dim
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import check_plain_tensor
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from ..errors.advice import of_causal, of_heads, of_items, of_mask
+from ..errors.advice import of_causal, of_head_dim, of_heads, of_items, of_mask, of_stored_heads
 from ..expressions.symbols import Symbol, where
 from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression, expression, score_chain
@@ -107,6 +107,7 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     if k_dim != head_dim:
         raise ArgumentError(
             f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, {AXES[layout]})."
+            f"{of_head_dim(head_dim, k_len, layout)}"
         )
     if head_dim < 1:
         raise ArgumentError(f"q: expected head_dim of at least 1; got shape {q.shape}.")
@@ -229,7 +230,8 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, k_len, stored.head_dim, stored.value_dim)
     if q_heads % stored.kv_heads:
         whose = f"{stored.kv_heads} heads, the kv heads of {stored.keeper}"
-        raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).")
+        way = of_stored_heads(layout, sizes)
+        raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).{way}")
     fields = {
         "quantised": stored.dtype if stored.dtype in CODES else None,
         "widened": stored.dtype if are_widened(stored.dtype, q.dtype) else None,

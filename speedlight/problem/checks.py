@@ -15,7 +15,7 @@ from ..arrays.dtypes import CODES, DTYPES, code_cache, conversion
 from ..arrays.integers import integer, is_one, whole
 from ..arrays.memory import Array
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
-from ..errors.advice import of_layout, of_window
+from ..errors.advice import of_layout, of_scale, of_window
 from .options import MOST_SEEDS, DtypeName
 from .problem import LAYOUTS
 
@@ -30,10 +30,10 @@ def size(name: str, x: Any, least: int = 0) -> int:
     return x
 
 
-def number(name: str, x: Any, what: str) -> float:
+def number(name: str, x: Any, what: str, way: Callable[[Any], str] = lambda _: "") -> float:
     """A real number as a float; integers beyond all floats are refused, not rounded to infinity."""
     if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real):
-        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.{way(x)}")
     try:
         return float(x)
     except (OverflowError, ValueError, TypeError) as error:
@@ -44,7 +44,7 @@ def number(name: str, x: Any, what: str) -> float:
 def scale_of(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    value = number("scale", scale, "a number or None (1/sqrt(head_dim))")
+    value = number("scale", scale, "a number or None (1/sqrt(head_dim))", of_scale)
     if not abs(value) <= MOST_SCALE:  # NaN is not, either
         raise ArgumentError(f"scale: expected a finite number up to 1e30 in size; got {value}.")
     return value
@@ -65,6 +65,9 @@ def seed_of(seed: Any) -> int:
             "seed: expected an int beside dropout=, which says what is dropped; got None. Give another one in every "
             "step of a training loop, and in every layer and process: as seed=step * layers + layer."
         )
+    if whole(seed) is None:
+        got = type(seed).__name__
+        raise ArgumentTypeError(f"seed: expected an int; got {got}. Draw one: seed=random.getrandbits(62).")
     value = integer("seed", seed)
     if not 0 <= value < MOST_SEEDS:
         raise ArgumentError(f"seed: expected 0 to 2^64 - 1; got {value}.")
@@ -152,7 +155,9 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
     """Returns left and right of a window; None is no limit."""
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         n: int = window if type(window) is int else 0
-        way = f" A sliding window of {n} tokens is window=({n - 1}, None) beside causal=True." if 0 < n < MOST else ""
+        way = " Write window=(127, 0) for 127 tokens before a query and none after it."
+        if 0 < n < MOST:
+            way = f" A sliding window of {n} tokens is window=({n - 1}, None) beside causal=True."
         raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {shown(window)}.{way}")
     negative = [(whole(x) or 0) < 0 for x in window]
     if any(negative):
@@ -168,7 +173,9 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
 def check_precision(x: Any) -> None:
     """Raises unless x is a precision of float32 products on a GPU."""
     if not isinstance(x, str) or x not in ("ieee", "tf32x3", "tf32"):
-        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {shown(x)}.")
+        raise ArgumentError(
+            f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {shown(x)}. 'ieee' has the products of float32."
+        )
 
 
 # --- of caches
@@ -189,6 +196,8 @@ def check_index(name: str, x: Any, count: int) -> int:
     """Returns an index below `count`, checked."""
     if type(x) is int and 0 <= x < count:
         return x
+    if name == "layer" and whole(x) is None:
+        raise ArgumentTypeError(f"layer: expected an int; got {type(x).__name__}. It comes first, before the arrays.")
     at = integer(name, x)
     if not 0 <= at < count:
         raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {at}.")
@@ -333,7 +342,7 @@ def cache_sizes(
     sizes = checked_sizes(given)
     window_size(window)
     if size("keep_first", keep_first) and window is None:
-        raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
+        raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}. Give window=, too.")
     return tuple(sizes)  # type: ignore[return-value]
 
 

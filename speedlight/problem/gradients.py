@@ -228,10 +228,11 @@ def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
     if not isinstance(grads, (tuple, list)):
         way = f" Use grads=({shown(grads) if isinstance(grads, str) else 'table'},)."
         alone = isinstance(grads, Table) or (isinstance(grads, str) and grads == SINKS)
-        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.{way if alone else ''}")
+        way = way if alone else " dq, dk and dv always come."
+        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.{way}")
     for at, x in enumerate(grads):
         if not (isinstance(x, Table) or (isinstance(x, str) and x == SINKS)):
-            raise ArgumentTypeError(f"grads: expected {what}; got {shown(x)} at [{at}].")
+            raise ArgumentTypeError(f"grads: expected {what}; got {shown(x)} at [{at}]. dq, dk and dv always come.")
         if True in [x is y or (isinstance(x, str) and x == y) for y in grads[:at]]:
             raise ArgumentError(f"grads: expected each once; got {x!r} at [{at}] again.")
         if isinstance(x, Table):
@@ -245,7 +246,7 @@ def _check_table(table: Table, at: int, problem: Problem) -> None:
     """Raises unless the score looks up this table, of floats."""
     if table.kind not in ("float", "double"):
         raise ArgumentTypeError(
-            f"grads: expected tables of floats; got {table!r} at [{at}], whose entries nothing flows to. Leave it out."
+            f"grads: expected tables of floats; got {table!r} at [{at}], whose entries have no gradient. Leave it out."
         )
     if problem.score is None or table not in problem.score.tables:
         only = problem.mask is not None and table in problem.mask.tables

@@ -96,6 +96,7 @@ def find_named(found: dict[str, np.ndarray], names: dict[str, str]) -> list[np.n
         if name not in found:
             raise ArgumentError(
                 f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}."
+                f" Say which: {option} NAME."
             )
     return [found[name] for name in names.values()]
 

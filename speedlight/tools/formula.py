@@ -13,7 +13,7 @@ from typing import Any
 
 import speedlight as sl
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, FileError, shown
+from ..errors import ArgumentError, Error, FileError, shown
 from ..expressions.operations import INT_MAX, INT_MIN
 from ..expressions.substitution import substituted
 from ..expressions.symbols import Symbol
@@ -145,9 +145,8 @@ def _evaluate(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> 
                 stack.pop()
     except (TypeError, ValueError, ArithmeticError, MemoryError) as error:
         if isinstance(error, Error):
-            if isinstance(error, (ArgumentError, ArgumentTypeError)):  # of a pattern, which names its own argument
-                told = re.sub(r"mask=lambda b, h, i, j: ([^.]+)", r"'\1'", str(error))  # as it is typed here
-                error.args = (f"{option}: {_shorten(text)}: {told}", *error.args[1:])
+            told = re.sub(r"mask=lambda b, h, i, j: ([^.]+)", r"'\1'", str(error))  # as it is typed here
+            error.args = (f"{option}: {_shorten(text)}: {told}", *error.args[1:])
             raise
         raise ArgumentError(f"{option}: {_shorten(text)}: {error}.") from None
     return values[tree]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError
 from ..adapting import Library, draw_seed
-from ..errors.advice import of_mask
+from ..errors.advice import of_head_dim, of_mask, of_no_tensor
 from ..problem.options import Causal, public, refuse_unknown
 from .attending import attention
 
@@ -100,14 +100,15 @@ def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     least = 3 if enable_gqa else 2
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
-            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.")
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.{of_no_tensor(x)}")
         _check_strided(name, x)
         if x.dim() < least:
             what = "(heads, length, dim) at least, for enable_gqa" if enable_gqa else "(length, dim) at least"
             raise ArgumentError(f"{name}: expected {what}; got shape {tuple(x.shape)}.")
     q, k, v = query.shape, key.shape, value.shape
     if k[-1] != q[-1]:
-        raise ArgumentError(f"key: expected last dim {q[-1]}, as query has; got shape {tuple(k)}.")
+        way = of_head_dim(q[-1], k[-2], "bhld", "query", "key", "value")
+        raise ArgumentError(f"key: expected last dim {q[-1]}, as query has; got shape {tuple(k)}.{way}")
     if v[-2] != k[-2]:
         raise ArgumentError(f"value: expected length {k[-2]}, as key has; got {v[-2]} (shape {tuple(v)}).")
     if q[:-2] == k[:-2] == v[:-2]:
@@ -166,7 +167,8 @@ def _expand(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
 def check_mask(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns a mask as attention() takes it: it broadcasts to (batch, q_heads, L, S). Raises unless it fits."""
     if not isinstance(attn_mask, Tensor):
-        raise ArgumentTypeError(f"attn_mask: expected {_MASKS}; got {type(attn_mask).__name__}.")
+        got = f"{type(attn_mask).__name__}.{of_no_tensor(attn_mask)}"
+        raise ArgumentTypeError(f"attn_mask: expected {_MASKS}; got {got}")
     _check_strided("attn_mask", attn_mask)
     fits = attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
     if not fits and not (attn_mask.is_floating_point() and torch.is_autocast_enabled("cpu")):

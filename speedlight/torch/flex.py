@@ -18,6 +18,7 @@ from .. import (
     expression,
 )
 from ..adapting import Renamed, check_flag, pass_on, shown
+from ..errors.advice import of_no_tensor
 from ..expressions.tracing import expression_of
 from ..expressions.tree import Node
 from ..problem.options import public
@@ -102,6 +103,8 @@ def flex_attention(
     _check_aux(return_lse, return_aux)
     if block_mask is not None and not isinstance(block_mask, flex.BlockMask):
         way = " Use create_block_mask(function, B, H, Q_LEN, KV_LEN)." if callable(block_mask) else ""
+        if isinstance(block_mask, torch.Tensor):
+            way = " Of a tensor it is create_block_mask(lambda b, h, i, j: tensor[i, j], B, H, Q_LEN, KV_LEN)."
         raise ArgumentTypeError(f"block_mask: expected a BlockMask or None; got {shown(block_mask)}.{way}")
     batch, q_heads, q_len, k_len = _check_tensors(query, key, value, enable_gqa, block_mask)
     mask = None if block_mask is None else read_mask(block_mask, (batch, q_heads, q_len, k_len))
@@ -180,10 +183,11 @@ def _check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any, block_mask
     """Returns batch, q_heads, q_len and k_len. Raises for what attention() would take and PyTorch does not."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
-            raise ArgumentTypeError(f"{name}: expected a tensor; got {shown(x)}.")
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.{of_no_tensor(x)}")
         if x.is_nested or x.ndim != 4:
             got = "a nested one" if x.is_nested else f"shape {tuple(x.shape)}"
-            raise UnsupportedError(f"{name}: expected a plain tensor of 4 dimensions; got {got}.")
+            way = f" Of one item it is {name}[None]." if not x.is_nested and x.ndim == 3 else ""
+            raise UnsupportedError(f"{name}: expected a plain tensor of 4 dimensions; got {got}.{way}")
     batch, q_heads, q_len, _ = query.shape
     kv_batch, kv_heads, k_len, _ = key.shape
     if q_heads != kv_heads and not enable_gqa:

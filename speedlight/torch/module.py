@@ -23,6 +23,7 @@ from .. import (
 )
 from ..adapting import check_flag, draw_seed, number, shown
 from ..calls.rotary import turned
+from ..errors.advice import of_no_tensor
 from ..problem.checks import dropout_of, scale_of, size, window_size
 from ..problem.options import public
 from ..problem.rotary_angles import Options as RotaryOptions
@@ -258,14 +259,15 @@ class Attention(nn.Module):
             if y is None and name == "context":
                 continue
             if not isinstance(y, torch.Tensor):
-                raise ArgumentTypeError(f"{name}: expected a tensor; got {type(y).__name__}.")
+                raise ArgumentTypeError(f"{name}: expected a tensor; got {type(y).__name__}.{of_no_tensor(y)}")
             if y.is_nested or y.layout is not torch.strided:
                 what = "nested" if y.is_nested else "sparse"
                 raise ArgumentTypeError(
                     f"{name}: expected a strided tensor; got a {what} one. Pad it, or make it dense."
                 )
             if y.ndim != 3 or y.shape[-1] != dim:
-                raise ArgumentError(f"{name}: expected shape (batch, length, {dim}); got {tuple(y.shape)}.")
+                way = f" Of one item it is {name}[None]." if y.ndim == 2 and y.shape[-1] == dim else ""
+                raise ArgumentError(f"{name}: expected shape (batch, length, {dim}); got {tuple(y.shape)}.{way}")
             own = self.q_proj.weight.dtype
             if y.dtype != own and not (y.is_floating_point() and torch.is_autocast_enabled(y.device.type)):
                 raise ArgumentTypeError(
@@ -276,7 +278,7 @@ class Attention(nn.Module):
         if positions is not None and self.rotary is None and rotation is None:
             raise ArgumentError(
                 "positions: expected None without rotary= in Attention(…), or rotation= beside; got positions, which "
-                "nothing turns by."
+                "nothing uses."
             )
         if context is not None and self.rotary is not None:
             raise ArgumentError("context: expected None beside rotary=: its tokens have no positions among those of x.")

@@ -103,7 +103,7 @@ def unpatch() -> None:
     """
     left = count_patches(-1)
     if left is None:
-        raise ArgumentError("unpatch(): expected a patch() before it; there is none that stands.")
+        raise ArgumentError("unpatch(): expected a patch() before it; got none that is in force.")
     if left == 0:
         _forget_graphs()
 

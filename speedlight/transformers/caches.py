@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from .. import ArgumentError, ArgumentTypeError, KVCache, UnsupportedError
 from ..arrays.dtypes import CODES, code_cache
 from ..problem.checks import cache_dtype, checked_sizes, new_totals
-from ..problem.options import Dtype, DtypeName
+from ..problem.options import Dtype, DtypeName, public
 from .masks import MaskSpec
 
 _DTYPES: dict[torch.dtype, DtypeName] = {
@@ -322,6 +322,7 @@ class Cache(theirs.DynamicCache):
     128
     """
 
+    @public(leaves_graph=False)
     def __init__(self, config: Any, *, capacity: int | None = None, dtype: Dtype | None = None) -> None:
         if not callable(getattr(config, "get_text_config", None)):
             raise ArgumentTypeError(f"config: expected model.config; got a {type(config).__name__}.")

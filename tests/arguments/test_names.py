@@ -12,6 +12,7 @@ import pydoc
 import re
 import typing
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -121,3 +122,37 @@ def test_errors_say_where_users_find_them():
     for error in errors:
         assert f"{error.__module__}.{error.__qualname__}" == f"speedlight.errors.{error.__name__}"
         assert type(pickle.loads(pickle.dumps(error("why")))) is error
+
+
+def test_what_a_call_itself_raises_stays():
+    """A TypeError from within, of a user's function or a library, is none of arguments that do not fit."""
+    q = np.zeros((2, 4, 6, 8), np.float32)
+
+    class Odd:
+        def __dlpack_device__(self):
+            return 1, 0
+
+        def __dlpack__(self, **_):
+            raise TypeError("my own")
+
+    with pytest.raises(TypeError, match="my own"):
+        sl.attention(Odd(), q, q)
+
+    def mask(b, h, i, j):
+        return len(5) == 3
+
+    with pytest.raises(TypeError, match=r"object of type 'int' has no len\(\)"):
+        sl.attention(q, q, q, mask=mask)
+    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'$"):
+        sl.attention(q, q)
+    with pytest.raises(TypeError, match="takes 0 positional arguments"):
+        sl.synchronize(1)
+
+
+@pytest.mark.parametrize("name", ["q_lengths", "k_lengths"])
+@pytest.mark.parametrize("wrong", [[6], 3, "a"])
+def test_lengths_that_are_none_are_not_what_is_wrong(name, wrong):
+    """Who passes on every option gives None for most."""
+    q = np.zeros((2, 4, 6, 8), np.float32)
+    with pytest.raises(sl.Error, match=f"^{name}: expected"):
+        sl.attention(q, q, q, lengths=None, **{name: wrong})

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import warnings
 from pathlib import Path
 
 import jax
@@ -18,8 +16,9 @@ import torch
 
 import speedlight as sl
 import speedlight.distributed
+import speedlight.flash_attn
+import speedlight.jax
 import speedlight.torch
-from speedlight.calls import dense
 from speedlight.errors import advice as hints
 from speedlight.errors import other_names
 from speedlight.flash_attn import v3
@@ -43,7 +42,12 @@ by_weight = sl.expression(lambda s, b, h, i, j: s + embedding.weight[i, h])
 pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=4, head_dim=8)
 kept, table = torch.ones(2, 4, 16, 6, 8), torch.tensor([[0], [9]])
 sdpa = speedlight.torch.scaled_dot_product_attention
+flex, of_jax = speedlight.torch.flex_attention, speedlight.jax.dot_product_attention
+flash = speedlight.flash_attn.flash_attn_func
 layer, x = speedlight.torch.Attention(32, 4), torch.ones(2, 6, 32)
+token, tokens = np.ones((2, 1, 4, 8), np.float32), np.ones((2, 9, 4, 8), np.float32)  # 'blhd'
+gain = torch.nn.Parameter(torch.tensor(0.5))
+edges, linear = torch.arange(4), torch.nn.Linear(1, 1)
 # --- of errors
 VALUE, TYPE, EXPRESSION, PLAIN = sl.ArgumentError, sl.ArgumentTypeError, sl.ExpressionError, TypeError
 
@@ -137,10 +141,57 @@ MISTAKES = {
         ("layer(x, past_key_values=None)", TYPE, "cache=, a speedlight.KVCache"),
         ("layer(x, position_embeddings=(x, x))", TYPE, "rotation=(cos, sin)"),
         ("layer(x, attentoin_mask=None)", PLAIN, "unexpected keyword", "mean 'attention_mask'?"),
-        ("sdpa(tensor, tensor, tensor, causal=True)", PLAIN, "unexpected keyword", "mean 'is_causal'?"),
+        ("sdpa(tensor, tensor, tensor, causal=True)", TYPE, "an argument of attention()", "Use is_causal=True"),
         ("sdpa(tensor, tensor, tensor, softmax_scale=0.1)", TYPE, "Use scale="),
         ("sl.attention(q, k, v, casual=True)", PLAIN, "unexpected keyword argument 'casual'", "mean 'causal'?"),
         ("cache.attend(0, q, k, v, retrun_lse=True)", PLAIN, "unexpected keyword", "mean 'return_lse'?"),
+        ("sl.attention(q, k, v, position_ids=None)", TYPE, "sl.rotary(q) turns q and k before"),
+        ("sl.attention(q, k, v, segment_ids=[0, 0])", TYPE, "mask=sl.documents(ids)"),
+        ("sl.attention(q, k, v, dtype='float32')", TYPE, "convert q, k and v"),
+        ("sl.attention(q, k, v, block_q=64)", TYPE, "how work is divided is the engine's own"),
+        ("sl.attention(q, k, v, xyz=1)", PLAIN, "It takes q, k, v, causal, window"),
+        ("sl.attention_backward(q, k, v, q, q, q, grad_outputs=q)", TYPE, "d_out="),
+        ("sl.attention_paged(q, pages, pages, [[0]], [5], page_size=16)", TYPE, "the second dimension of k_pages"),
+        ("sl.merge(outs=[q], lses=[q])", TYPE, "merge([out1, …], [lse1, …])"),
+        ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, capacity=64, nbits=8)", TYPE, "dtype='int8' or 'fp8'"),
+        ("sl.PagePool(layers=1, kv_heads=4, head_dim=8, gpu_memory_utilization=0.9)", TYPE, "Use pages="),
+        ("sl.plan(q_heads=4, q_len=6, head_dim=8, num_layers=2)", TYPE, "a plan is of one layer"),
+        ("sl.rotary(q, rope_type='llama3')", TYPE, "cos= and sin= of its angles"),
+        ("sl.scaled_dot_product_attention", AttributeError, "speedlight.torch has scaled_dot_product_attention()"),
+        ("sl.flash_attn_func", AttributeError, "speedlight.flash_attn has flash_attn_func()"),
+        ("sl.set_num_threads", AttributeError, "use set_threads()"),
+    ],
+    "Our arguments, and others', in another library's call": [
+        ("sdpa(tensor, tensor, tensor, mask=square)", TYPE, "an argument of attention()", "Use attn_mask="),
+        ("sdpa(tensor, tensor, tensor, window_size=(3, 0))", TYPE, "it is an option of speedlight.attention()"),
+        ("sdpa(tensor, tensor, tensor, scale=gain)", TYPE, "multiplies query, beside scale=1.0"),
+        ("sdpa(q, k, v)", TYPE, "query: expected a tensor; got ndarray", "torch.as_tensor()"),
+        ("flex(tensor, tensor, tensor, is_causal=True)", TYPE, "block_mask=create_block_mask("),
+        ("flex(tensor, tensor, tensor, softcap=30.0)", TYPE, "score_mod=lambda s, b, h, i, j: c * torch.tanh(s / c)"),
+        (
+            "flex(tensor, tensor, tensor, block_mask=tensor > 0)",
+            TYPE,
+            "create_block_mask(lambda b, h, i, j: tensor[i, j]",
+        ),
+        ("flex(tensor[0], tensor[0], tensor[0])", sl.UnsupportedError, "Of one item it is query[None]"),
+        ("flash(tensor, tensor, tensor, is_causal=True)", TYPE, "Use causal=True"),
+        ("flash(tensor, tensor, tensor, scale=0.1)", TYPE, "Use softmax_scale="),
+        ("flash(tensor, tensor, tensor, softmax_scale=gain)", TYPE, "beside softmax_scale=1.0"),
+        ("flash(tensor, tensor, tensor, window_size=4)", TYPE, "(left, right), as (127, 0)"),
+        ("flash(tensor, tensor, tensor, cu_seqlens_q=None)", TYPE, "flash_attn_varlen_func()'s"),
+        (
+            "v3.flash_attn_func(tensor, tensor, tensor, dropout_p=0.1)",
+            TYPE,
+            "it is an option of speedlight.attention()",
+        ),
+        ("of_jax(q, k, v, causal=True)", TYPE, "Use is_causal=True"),
+        ("of_jax(q, k, v, attn_mask=None)", TYPE, "Use mask=, of bool"),
+        ("of_jax(q, k, v, window=(3, 0))", TYPE, "local_window_size=(left, right)"),
+        ("of_jax(q, k, v, softcap=30.0)", TYPE, "sl.softcap(30.0) is a score of speedlight.attention()"),
+        ("of_jax(q, k, v, None, None, True)", TYPE, "query, key, value, bias, mask by place", "Write scale=…"),
+        ("of_jax(q, q[:, :, :4], q[:, :, :4])", VALUE, "heads that divide query's 6", "(batch, length, heads, dim)"),
+        ("of_jax(q, k, v, mask=np.ones((6, 6)))", TYPE, "mask.astype(bool)"),
+        ("of_jax(q, k, v, local_window_size=-1)", VALUE, "Without a limit leave it out"),
     ],
     "Layouts and shapes": [
         ("attention(layout='sbhd')", VALUE, "q.swapaxes(0, 1) is 'blhd'"),
@@ -153,6 +204,27 @@ MISTAKES = {
         ("sl.attention(q, k.astype('float64'), v)", TYPE, "dtype float32, as q has", "Convert one of them"),
         ("sl.attention(q.astype(int), k, v)", TYPE, "dtype float32, float64, float16 or bfloat16"),
         ("jax.jit(sl.attention)(q, k, v)", sl.UnsupportedError, "speedlight.jax"),
+        ("sl.attention(token, tokens, tokens)", VALUE, "of 4 and 4 heads, give layout='blhd'"),
+        ("cache.attend(0, token, token, token)", VALUE, "Heads come before tokens: k.swapaxes(1, 2)"),
+        ("cache.attend(0, token)", VALUE, "of 4 heads, give q.swapaxes(1, 2)"),
+        ("sl.attention(q, k[:, :3], v[:, :3])", VALUE, "divides q's 4 heads", "repeat heads of k and v"),
+        ("sl.attention(q[:, :2, :5], k, v)", VALUE, "divides q's 2 heads", "in each other's place"),
+        ("sl.attention(q, k[..., :4], v)", VALUE, "head_dim 8, as q has", "Fill q or k up with zeros, beside scale="),
+        ("sl.attention(q, np.ones((2, 4, 8, 6), np.float32), v)", VALUE, "transposed, give k.swapaxes(-1, -2)"),
+        ("sdpa(tensor, tensor[..., :4], tensor)", VALUE, "Fill query or key up with zeros"),
+        (
+            "pool.attend(0, [pool.sequence()], q, k, v)",
+            VALUE,
+            "q.swapaxes(1, 2).reshape(-1, 4, 8)",
+            "new_lengths=[6] * 2",
+        ),
+        ("pool.append(0, [pool.sequence()], k, v)", VALUE, "k.swapaxes(1, 2).reshape(-1, 4, 8)"),
+        ("pool.attend(0, [pool.sequence()], new[:, 0], new, new)", VALUE, "Of one head it is q[:, None]"),
+        ("cache.attend(0, q[0], k[0], v[0])", VALUE, "Of one sequence it is k[None]"),
+        ("cache.attend(0, q[:1], k[:1, :2], v[:1])", VALUE, "Make it with batch=1 and kv_heads=2"),
+        ("cache.attend(q, k, v)", TYPE, "layer: expected an int; got ndarray", "before the arrays"),
+        ("layer(x[0])", VALUE, "(batch, length, 32)", "x[None]"),
+        ("layer(x.numpy())", TYPE, "torch.as_tensor()"),
     ],
     "Padding and lengths": [
         ("attention(causal=True, k_lengths=[6, 3])", VALUE, "lengths= in its place", "q_start=0"),
@@ -168,6 +240,9 @@ MISTAKES = {
         ("sl.padding(attention_mask[:, None, None])", VALUE, "2 dimensions, (batch, k_len)"),
         ("sl.padding((1.0 - attention_mask) * -1e9)", TYPE, "score=[array]"),
         ("sdpa(tensor, tensor, tensor, torch.ones(2, 6).bool())", VALUE, "attn_mask[:, None, None, :]"),
+        ("sl.padding([6, 3])", VALUE, "Of one sequence write [attention_mask]; lengths are lengths="),
+        ("attention(lengths=[6.0, 3.0])", TYPE, "got float. Write 6."),
+        ("sl.attention(q[:, :, 3:], k, v, mask=np.ones((6, 6), bool))", VALUE, "mask[..., -3:, :]"),
     ],
     "Masks, windows and scores": [
         ("attention(mask=sl.causal)", EXPRESSION, "Call it: sl.causal()"),
@@ -177,6 +252,14 @@ MISTAKES = {
         ("attention(mask=np.ones((2, 6, 6), bool))", VALUE, "mask[:, None]"),
         ("attention(mask=lambda i, j: j <= i)", EXPRESSION, "the arguments (b, h, i, j) of a mask"),
         ("attention(mask=lambda b, h, i, j: j <= i and i - j < 4)", EXPRESSION, "& | ~", "sl.where"),
+        ("attention(mask=lambda b, h, i, j: 0 <= i - j < 4)", EXPRESSION, "chains", "(0 <= x) & (x < 4)"),
+        ("attention(mask=lambda b, h, i, j: i >= j & j > 2)", EXPRESSION, "Put parentheses around each comparison"),
+        ("attention(mask=lambda b, h, i, j: (i >= j) & j > 2)", EXPRESSION, "bind tighter", "(i >= j) & (j > 2)"),
+        ("attention(mask=lambda b, h, i, j: i >= j | (j == 2))", EXPRESSION, "bind tighter", "(i >= j) & (j > 2)"),
+        ("attention(mask=lambda b, h, i, j: j in (0, 1))", EXPRESSION, "not, in, max", "& | ~"),
+        ("attention(mask=lambda b, h, i, j: (j > 2) & sl.causal())", EXPRESSION, "a pattern", "sl.causal() & (lambda"),
+        ("attention(mask=lambda b, h, i, j: sl.causal() & (j > 2))", EXPRESSION, "two masks", "sl.causal() & (lambda"),
+        ("attention(mask=lambda s, b, h, i, j: j <= i)", EXPRESSION, "A score is score="),
         ("attention(mask=lambda b, h, i, j: i - j)", EXPRESSION, "a bool result", "Write a comparison"),
         ("attention(mask=sl.causal() and sl.prefix(2))", EXPRESSION, "combine masks with & | ~"),
         ("attention(mask=[sl.causal(), sl.prefix(2)])", TYPE, "Join masks by &: sl.causal() & sl.prefix(3)"),
@@ -188,7 +271,20 @@ MISTAKES = {
         ("attention(score=by_weight)", sl.UnsupportedError, "requires grad", "of tensors q, k and v"),
         ("speedlight.torch.attention(q, k, v, score=by_weight)", TYPE, "q: expected a PyTorch", "torch.from_numpy(q)"),
         ("attention(score=lambda s, b, h, i, j: s + embedding(i - j + 5)[h])", EXPRESSION, "write emb.weight[i, h]"),
-        ("attention(mask=sl.softcap(30.0))", EXPRESSION, "expected a mask; got the score"),
+        ("attention(mask=sl.softcap(30.0))", EXPRESSION, "expected a mask; got the score", "Give it as score="),
+        ("attention(score=lambda s, b, h, i, j: s + torch.bucketize(i - j, edges))", EXPRESSION, "t = sl.table(array)"),
+        ("attention(score=lambda s, b, h, i, j: s + linear(s))", EXPRESSION, "torch.linear", "Compute it outside"),
+        ("attention(score=lambda s, b, h, i, j: s + tensor[b])", EXPRESSION, "as many positions as it has dimensions"),
+        (
+            "attention(score=lambda s, b, h, i, j: s + sl.table(slopes))",
+            EXPRESSION,
+            "Look it up at positions: table[i]",
+        ),
+        ("attention(score=lambda b, h, i, j: j)", EXPRESSION, "A mask is mask="),
+        ("attention(score=lambda s, b, h, i, j, t: s + t)", EXPRESSION, "captured by the function"),
+        ("attention(score=slopes[:4])", VALUE, "score[:, None, None]"),
+        ("attention(score=sl.alibi(8))", TYPE, "2.0 ** (-8 / n * numpy.arange(1, n + 1))"),
+        ("attention(mask=sl.prefix([1, 2]))", TYPE, "lambda b, h, i, j: j < n[b]"),
         ("attention(score=lambda s, b, h, i, j: j <= i)", EXPRESSION, "Give it as mask="),
         ("attention(score=lambda s, b, h, i, j: 'alibi')", EXPRESSION, "a number made of s, b, h, i and j"),
         ("attention(score=square > 0)", TYPE, "Pass it as mask="),
@@ -202,6 +298,16 @@ MISTAKES = {
         ("attention(causal='left')", VALUE, "True or 'bottom-right' (aligned at the end) or 'top-left'"),
         ("attention(causal=1)", VALUE, "Write causal=True"),
         ("attention(scale='auto')", TYPE, "a number or None (1/sqrt(head_dim))"),
+        ("sl.attention(tensor, tensor, tensor, scale=gain)", TYPE, "score=lambda s, b, h, i, j: s * t"),
+        ("sl.attention(tensor, tensor, tensor, scale=edges[1])", TYPE, "Write scale=scale.item()"),
+        ("attention(scale=np.ones(4))", TYPE, "of each head, multiplies q, beside scale=1.0"),
+        ("attention(window='128')", TYPE, "Write window=(127, 0)"),
+        ("attention(causal=None)", VALUE, "Write causal=False"),
+        ("attention(causal='true')", VALUE, "Write causal=True"),
+        ("attention(dropout=0.1, seed=torch.Generator())", TYPE, "seed=random.getrandbits(62)"),
+        ("attention(engine='gpu')", VALUE, "'cpu', 'cuda' or None", "Leave it out"),
+        ("attention(precision='highest')", VALUE, "'ieee' has the products of float32"),
+        ("sl.softcap(0)", VALUE, "Without a cap leave it out"),
         ("attention(dropout=0.1)", VALUE, "seed: expected an int beside dropout="),
         ("attention(sink_logits=1.0)", TYPE, "numbers, one per query head"),
     ],
@@ -223,6 +329,8 @@ MISTAKES = {
         ("pool.attend(0, [], new, new, new)", VALUE, "sequences: expected one at least"),
         ("pool.attend(0, pool.sequence(), new, new, new)", TYPE, "Of one alone write [sequence]"),
         ("sl.PagedSequence(pool)", TYPE, "Sequences come from pool.sequence()"),
+        ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, capacity=64, keep_first=4)", VALUE, "Give window=, too"),
+        ("sl.attention_backward(q, k, v, q, q[..., 0], q, grads=['dq'])", TYPE, "dq, dk and dv always come"),
         ("sl.rotary(q, 10000.0)", TYPE, "A base of angles is base=10000.0"),
         ("sl.attention_paged(q, pages, pages, [[0], [9]], [5, 5])", VALUE, "pages from 0 to 3; got 9 at [1, 0]"),
         ("sl.attention_paged(q, pages, pages, [[0], [1]], 5)", TYPE, "[5] * 2"),
@@ -249,8 +357,8 @@ def _escaped(row):
 
 USED = (
     *("import functools", "import numpy as np", "import torch", "import speedlight as sl"),
-    *("import speedlight.distributed", "import speedlight.torch"),
-    "from speedlight.flash_attn import v3",
+    *("import speedlight.distributed", "import speedlight.flash_attn", "import speedlight.jax"),
+    *("import speedlight.torch", "from speedlight.flash_attn import v3"),
 )
 
 
@@ -316,115 +424,10 @@ def test_other_spellings_are_no_names_of_ours():
     assert set(SAME_CAUSAL.values()) == {True, "top-left"}
 
 
-def test_what_a_call_itself_raises_stays():
-    """A TypeError from within, of a user's function or a library, is none of arguments that do not fit."""
-
-    class Odd:
-        def __dlpack_device__(self):
-            return 1, 0
-
-        def __dlpack__(self, **_):
-            raise TypeError("my own")
-
-    with pytest.raises(TypeError, match="my own"):
-        sl.attention(Odd(), k, v)
-
-    def mask(b, h, i, j):
-        return len(5) == 3
-
-    with pytest.raises(TypeError, match=r"object of type 'int' has no len\(\)"):
-        attention(mask=mask)
-    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'$"):
-        sl.attention(q, k)
-    with pytest.raises(TypeError, match="takes 0 positional arguments"):
-        sl.synchronize(1)
-
-
-@pytest.mark.parametrize("name", ["q_lengths", "k_lengths"])
-@pytest.mark.parametrize("wrong", [[6], 3, "a"])
-def test_lengths_that_are_none_are_not_what_is_wrong(name, wrong):
-    """Who passes on every option gives None for most."""
-    q = np.zeros((2, 4, 6, 8), np.float32)
-    with pytest.raises(sl.Error, match=f"^{name}: expected"):
-        sl.attention(q, q, q, lengths=None, **{name: wrong})
-
-
 def test_signatures_are_explicit():
     for function in CALLS:
         kinds = {x.kind for x in inspect.signature(function).parameters.values()}
         assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, function
-
-
-# --- heads and length in each other's place
-
-SWAPPED = [
-    (2, 512, 8, 64), (1, 4096, 8, 64), (1, 4096, 32, 128), (1, 1024, 16, 64), (4, 2048, 1, 64), (1, 1024, 128, 64),
-    (1, 197, 12, 64), (8, 77, 12, 64), (2, 128, 12, 64), (1, 257, 16, 80), (32, 577, 24, 64), (4, 1500, 20, 64),
-]  # fmt: skip
-# of models: heads, kv heads, head dim
-MODELS = {
-    "GPT-2": (12, 12, 64), "GPT-2 XL": (25, 25, 64), "GPT-3": (96, 96, 128), "BLOOM": (112, 112, 128),
-    "Llama 3.1 405B": (128, 8, 128), "its keys repeated": (128, 128, 128), "Mistral": (32, 8, 128),
-    "DeepSeek-V3": (128, 128, 192), "Falcon 7B": (71, 1, 64), "Falcon 40B": (128, 8, 64), "Falcon 180B": (232, 8, 64),
-    "gpt-oss": (64, 8, 64), "PaLM": (48, 1, 256), "T5 small": (8, 8, 64), "T5 11B": (128, 128, 128),
-    "ViT-B": (12, 12, 64), "ViT-22B": (48, 48, 128), "Whisper large": (20, 20, 64), "Swin, stage 1": (3, 3, 32),
-    "Swin, stage 4": (48, 48, 32), "Stable Diffusion": (8, 8, 40), "one head": (1, 1, 512), "Gemma 2": (8, 4, 256),
-    "NeoX": (64, 64, 96), "ESM-2 15B": (40, 40, 128), "PatchTST": (16, 16, 8), "OPT 66B": (72, 72, 128),
-}  # fmt: skip
-LENGTHS = [*range(1, 70), 77, 96, 128, 144, 196, 197, 256, 257, 448, 577, 1024, 1500, 4096, 32_768, 100_000]
-USUAL = [  # shapes of q and of k
-    ((1, 32, 1, 128), (1, 8, 4096, 128)), ((1, 32, 5, 128), (1, 32, 5, 128)), ((1, 128, 1, 64), (1, 128, 1, 64)),
-    ((16, 128, 7, 64), (16, 128, 7, 64)), ((1, 96, 2, 128), (1, 96, 2, 128)), ((2, 8, 512, 64), (2, 8, 512, 64)),
-    ((4096, 4, 49, 32), (4096, 4, 49, 32)), ((1, 512, 77, 64), (1, 512, 77, 64)), ((2, 8, 64, 64), (2, 8, 77, 64)),
-    ((1, 256, 17, 64), (1, 256, 17, 64)), ((1, 400, 1, 64), (1, 400, 900, 64)), ((0, 512, 8, 64), (0, 256, 8, 64)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("shape", "layout"), [(x, y) for x in SWAPPED for y in ("bhld", "blhd")])
-def test_heads_and_length_in_each_others_place_are_noticed(shape, layout):
-    shape = shape if layout == "bhld" else (shape[0], shape[2], shape[1], shape[3])
-    other = "blhd" if layout == "bhld" else "bhld"
-    with pytest.warns(UserWarning, match=rf"heads of .* by layout='{layout}'.* give layout='{other}'") as told:
-        hints.warn_if_swapped(layout, shape, shape)
-    assert len(told) == 1 and told[0].filename == __file__
-
-
-@pytest.mark.parametrize(("of_q", "of_k"), USUAL)
-def test_usual_shapes_are_not_warned_of(of_q, of_k):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hints.warn_if_swapped("bhld", of_q, of_k)
-        hints.warn_if_swapped("blhd", *((x[0], x[2], x[1], x[3]) for x in (of_q, of_k)))
-        hints.warn_if_swapped("lhd", (4096, 8, 64), (4096, 8, 64))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), MODELS.values(), ids=MODELS)
-def test_models_are_not_warned_of(heads, kv_heads, dim):
-    """At any number of tokens: prompts, chunks, steps over a cache, windows in the batch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch in (1, 2, 16, 4096):
-            for q_len in LENGTHS:
-                for k_len in (q_len, 8 * q_len, 1500):
-                    shapes = (batch, heads, q_len, dim), (batch, kv_heads, k_len, dim)
-                    hints.warn_if_swapped("bhld", *shapes)
-                    hints.warn_if_swapped("blhd", *((x[0], x[2], x[1], x[3]) for x in shapes))
-
-
-def test_it_is_told_once_where_the_call_is(monkeypatch):
-    def stop(*_):
-        raise StopIteration
-
-    monkeypatch.setattr(dense.engines, "of", stop)  # nothing is compiled for this
-    x = np.ones((1, 256, 4, 4), np.float32)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            for call, y in ((sl.attention, x), (speedlight.torch.attention, torch.from_numpy(x))):
-                with contextlib.suppress(StopIteration):
-                    call(y, y, y)
-    assert [x.filename for x in told] == [__file__]
-    assert str(told[0].message).startswith("q of shape (1, 256, 4, 4) has 256 heads of 4 tokens by layout='bhld'.")
 
 
 if __name__ == "__main__":

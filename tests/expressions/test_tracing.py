@@ -100,11 +100,31 @@ def test_operators(function, want):
         (sl.causal, r"^function: expected a pattern; got the function sl\.causal\. Call it: sl\.causal\(\)"),
         (lambda s, b, h, i, j: math.exp(s), "the functions of Python's math cannot .* torch.tanh"),
         (lambda s, b, h, i, j: math.floor(s), "the functions of Python's math cannot"),
+        (lambda b, h, i, j: 0 <= i - j < 4, r"chains .* Put parentheses .* as \(0 <= x\) & \(x < 4\)"),
+        (lambda b, h, i, j: (i >= j) & j == 2, r"^==: expected a number on each side; got .* bind tighter"),
+        (lambda b, h, i, j: i >= j ^ (j > 2), r"^>=: expected a number on each side; got .* bind tighter"),
+        (lambda b, h, i, j: (i >= j) & TABLE[0, j] > 2, r"^>: expected a number on each side; got .* bind tighter"),
+        (lambda b, h, i, j: sl.causal()(b, h, i, j), r"^a pattern: expected it beside functions.* Join them outside"),
     ],
 )
 def test_refused(function, message):
     with pytest.raises(sl.ExpressionError, match=message):
         sl.expression(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, i, j: (i >= j) & TABLE[0, j] == 1,
+        lambda b, h, i, j: (TABLE[0, j] & (i >= j)) > 0,
+        lambda b, h, i, j: (i >= j) & 1 == 1,
+        lambda b, h, i, j: (i & 3) == (j & 3),
+        lambda b, h, i, j: (i > 2) == (j > 2) & (i >= j),
+    ],
+)
+def test_flags_and_bits_may_be_compared(function):
+    """Only a condition that is joined to a position, and then compared, is taken for a slip of parentheses."""
+    assert sl.expression(function).role == "mask"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +167,7 @@ PATTERNS = [
     (lambda: sl.documents(np.zeros((2, 2, 2), int)), "ids: expected 1 or 2 dimensions"),
     (lambda: sl.documents([[1], [2, 3]]), "ids: expected an array that NumPy can read"),
     (lambda: sl.documents(None), "ids: expected 1 to 4 dimensions; got None"),
-    (lambda: sl.alibi(3), "slopes: expected 1 to 4 dimensions; got 3"),
+    (lambda: sl.alibi(3), "slopes: expected an array, one per query head; got 3"),
     (lambda: sl.window((3, 0)), r"left: expected an int; got \(3, 0\)\. Of a pair write sl.window\(\*pair\)"),
 ]
 

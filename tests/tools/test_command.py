@@ -176,7 +176,7 @@ def test_masks_and_scores_come_from_a_file(here, tmp_path):  # noqa: F811
     ("name", "says"),
     [
         ("number", "m.py: number: expected a bool result of number() in"),
-        ("three", "m.py: three: expected a function, a pattern such as sl.causal()"),
+        ("three", "m.py: three: expected a function, or a pattern such as sl.causal()"),
         ("half", "m.py: half: expected the arguments (b, h, i, j) of a mask; got a function of 5 arguments."),
         ("none", "m.py: expected one of its names band, fails, half, heads, number, sl, three; got 'none'."),
         ("fails", "m.py: fails: expected a function of symbols; it raised KeyError: 'no such mask'."),

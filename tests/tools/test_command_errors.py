@@ -9,7 +9,8 @@ from test_cli import EXAMPLE, here  # noqa: F401
 
 ERRORS = [
     ("attend missing.safetensors", "missing.safetensors: No such file"),
-    ("attend EXAMPLE --q x", "--q: expected one of k, q, v; got 'x'"),
+    ("attend EXAMPLE --q x", "--q: expected one of k, q, v; got 'x'. Say which: --q NAME."),
+    ("attend EXAMPLE --mask '(i >= j) & j > 2'", "--mask: '(i >= j) & j > 2': >: expected a number on each side"),
     ("attend EXAMPLE --layout xyz", "--layout: expected 'bhld'"),
     ("attend EXAMPLE -o /nowhere/o.npz", "--output: expected a directory"),
     ("attend EXAMPLE -o o.txt", "o.txt: expected an output name"),

@@ -120,6 +120,8 @@ def test_what_a_cache_refuses(llama, tokens):
         Cache(LlamaConfig(**SIZES, layer_types=["full_attention", "linear_attention"]))
     with pytest.raises(sl.Error, match="dtype"):
         Cache(llama.config, dtype="int4")
+    with pytest.raises(sl.Error, match=r"^max_cache_len: expected the arguments of Cache\(\); .* Use capacity="):
+        Cache(llama.config, max_cache_len=8)
 
 
 def test_messages_name_what_was_given(llama, tokens):
