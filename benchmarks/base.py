@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -39,6 +40,16 @@ for line in sys.stdin:
     seconds, size = (time.perf_counter() - start) / repeats, sum(float(np.abs(x.astype(np.float64)).sum()) for x in got)
     print(json.dumps([seconds, size, hash(b"".join(x.tobytes() for x in got))]), flush=True)
 """
+
+
+def problems_of(
+    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, causal: bool | None, heads: int,
+    backward: bool,
+) -> list[Problem]:  # fmt: skip
+    """Returns all problems of these sizes; None stands for the usual ones."""
+    dtypes, masks = dtypes or ["float32", "float16", "bfloat16"], (False, True) if causal is None else (causal,)
+    sizes = itertools.product(dtypes, dims or (64, 128), lengths or (128, 512, 2048, 8192), masks)
+    return [Problem(t, heads, n, d, c, backward) for t, d, n, c in sizes]
 
 
 def rows(base: str, problems: list[Problem], turns: int) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from ..host import machine
 from ..problem.operands import Strides
 from ..problem.plan import Roofs, size_text
 from . import options as opt
-from .options import check_seed, hidden_by, on_unit
+from .options import on_unit
 from .reports import print_json, print_rows, progress
 
 
@@ -118,22 +118,9 @@ def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
     return known
 
 
+@opt.takes_problem
 def show(
-    q_len: opt.QLen = 4096,
-    k_len: opt.KLen = None,
-    batch: opt.Batch = 1,
-    q_heads: opt.QHeads = 8,
-    kv_heads: opt.KvHeads = None,
-    head_dim: opt.HeadDim = 64,
-    value_dim: opt.ValueDim = None,
-    dtype: opt.Dtype = "float32",
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    mask: opt.Mask = None,
-    score: opt.Score = None,
-    dropout: opt.Dropout = 0.0,
-    seed: opt.Seed = None,
-    backward: opt.Backward = False,
+    problem: opt.ProblemOptions,
     isa: opt.Unit = None,
     ir: Annotated[bool, typer.Option("--ir", help="Print the LLVM IR.")] = False,
     assembly: Annotated[bool, typer.Option("--asm", help="Print the assembly.")] = False,
@@ -142,9 +129,9 @@ def show(
     ] = None,
     as_json: opt.Json = False,
 ) -> None:
-    """The kernel that a call would run: its name, size and registers; its IR or its assembly.
+    """Shows the kernel that a call would run: its name, size and registers; its IR or its assembly.
 
-    With --q-len 1 that is the one of decoding. --isa may name a vector unit that this machine lacks.
+    --isa may name a vector unit that this machine lacks.
     """
     from ..cpu.runtime import compile
 
@@ -154,14 +141,9 @@ def show(
         raise ArgumentError("--output: expected --ir or --asm beside it.")
     if output is not None and not output.parent.is_dir():
         raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
-    check_seed(dropout, seed)
     unit = machine.current_isa() if isa is None else machine.isa_named(isa)
-    problem = sl.plan(
-        batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
-        value_dim=value_dim, dtype=dtype, dropout=dropout, seed=seed, **hidden_by(causal, window, mask, score),
-    ).problem  # fmt: skip
-    maker = engine.cpu().planner(backward=backward)
-    how, shape = maker.kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
+    maker = engine.cpu().planner(backward=problem.backward)
+    how, shape = maker.kernel_of_problem(problem.plan().problem, Strides(), sl.get_threads(), unit)
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
     panels = how.panel if shape.kind == "decode" else how.panels

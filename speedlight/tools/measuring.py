@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import platform
 import statistics
 import time
@@ -137,15 +136,18 @@ def wrong_gradients(
 
     Those depend on all keys, and on all rows; the lse that is given may be of more keys than there are.
     """
-    q, k, v, out, lse, d_out = (_on_host(x[:, :1]) for x in (q, k, v, out, lse, d_out))
+    heads = q.shape[1] // k.shape[1]  # that share a head of k and v
+    q, out, lse, d_out = (_on_host(x[:1, :heads]) for x in (q, out, lse, d_out))
+    k, v, offset = _on_host(k[:1, :1]), _on_host(v[:1, :1]), k.shape[2] - q.shape[2]
     last, first = slice(max(0, q.shape[2] - 256), q.shape[2]), slice(0, 256)
     by_rows = (q[:, :, last], k, v, out[:, :, last], lse[:, :, last], d_out[:, :, last])
     by_keys = (q, k[:, :, first], v[:, :, first], out, lse, d_out)
     checked = []
     for given, start, parts in ((by_rows, last.start, {0: last}), (by_keys, 0, {1: first, 2: first})):
-        want = sl.reference.backward(*given, q_start=start, **options)
-        bound = sl.reference.backward_bound(*given, q_start=start, dot=is_dot(q), **options)
-        checked += [(as_float64(got[n])[:, :1, part], want[n], bound[n] * slack) for n, part in parts.items()]
+        want = sl.reference.backward(*given, q_start=offset + start, **options)
+        bound = sl.reference.backward_bound(*given, q_start=offset + start, dot=is_dot(q), **options)
+        parts = {n: (slice(1), slice(want[n].shape[1]), part) for n, part in parts.items()}
+        checked += [(as_float64(got[n])[part], want[n], bound[n] * slack) for n, part in parts.items()]
     return _outside(checked)
 
 
@@ -183,49 +185,82 @@ class Problem(NamedTuple):
         return f"{self.dtype} H{self.heads} N{self.length} d{self.head_dim} {mask}{' backward' * self.backward}"
 
 
-def problems_of(
-    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, causal: bool | None, heads: int,
-    backward: bool,
-) -> list[Problem]:  # fmt: skip
-    """Returns all problems of these sizes; None stands for the usual ones."""
-    dtypes, masks = dtypes or ["float32", "float16", "bfloat16"], (False, True) if causal is None else (causal,)
-    sizes = itertools.product(dtypes, dims or (64, 128), lengths or (128, 512, 2048, 8192), masks)
-    return [Problem(t, heads, n, d, c, backward) for t, d, n, c in sizes]
-
-
 def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
     """Returns q, k and v, [1, heads, n, d], of normal numbers."""
+    return normal_numbers(dtype, *[(1, heads, n, d)] * 3)
+
+
+def normal_numbers(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Returns arrays of normal numbers."""
     rng = np.random.default_rng(0)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    return [rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3)]
+    return [rng.standard_normal(shape).astype(kind) for shape in shapes]
 
 
 def row_of(problem: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]:
     """Measures a problem beside peers of these names; a result that is wrong leaves "refused" alone."""
-    arrays, options = tensors(*problem[:4]), {"causal": problem.causal}
-    plan, held = sl.plan(*arrays, backward=problem.backward, **options), wrong
-    call: Call = lambda: sl.attention(*arrays, **options)  # noqa: E731
-    if problem.backward:
+    plan = sl.plan(
+        q_heads=problem.heads, q_len=problem.length, head_dim=problem.head_dim, dtype=problem.dtype,
+        causal=problem.causal, backward=problem.backward,
+    )  # fmt: skip
+    return {"name": problem.name} | problem._asdict() | measured(plan, {"causal": problem.causal}, turns, names)
+
+
+def measured(
+    plan: sl.Plan, options: dict[str, Any], turns: int, names: Iterable[str], *, decode: bool = False
+) -> dict[str, Any]:
+    """Measures a planned call with these options of attention(), as row_of() does; `decode`: from a cache."""
+    p = plan.problem
+    q_shape, shapes = (p.batch, p.q_heads, max(p.q_lengths), p.head_dim), (p.batch, p.kv_heads, max(p.k_lengths))
+    arrays = normal_numbers(p.dtype, q_shape, (*shapes, p.head_dim), (*shapes, p.value_dim))
+    call, d_out = (_decoded(p, arrays, options) if decode else lambda: sl.attention(*arrays, **options)), None
+    if plan.backward:
         out, lse = sl.attention(*arrays, return_lse=True, **options)
-        arrays += [out, lse, np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)]
-        call, held = lambda: sl.attention_backward(*arrays, **options), wrong_gradients
-    row = {"name": problem.name} | problem._asdict()
-    if refused := held(call(), *arrays, **options):
-        return row | {"refused": refused}
-    asked = Asked(*arrays[:3], causal=problem.causal, d_out=arrays[5] if problem.backward else None)
+        d_out = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
+        for item, length in zip(d_out, p.q_lengths, strict=True):
+            item[:, length:] = 0  # to others what is padded is a row like any
+        call = lambda given=(*arrays, out, lse, d_out): sl.attention_backward(*given, **options)  # noqa: E731
+        arrays += [out, lse, d_out]
+    held = functools.partial(_wrong_of_item, p, arrays, {n: x for n, x in options.items() if n != "lengths"})
+    if refused := held(call()):
+        return {"refused": refused}
     peers = {name: PEERS[name] for name in names}
-    others, notes = usable(peers, asked, lambda got: held(got, *arrays, slack=PEER_SLACK, **options))
+    others, notes = usable(peers, Asked.of(p, *arrays[:3], d_out), lambda got: held(got, slack=PEER_SLACK))
     isa, threads = machine.current_isa(), sl.get_threads()
-    kind = "f64" if problem.dtype == "float64" else "bf16" if is_dot(arrays[0]) else "f32"
+    kind = "f64" if p.dtype == "float64" else "bf16" if is_dot(arrays[0]) else "f32"
     times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))
     peak, flops = statistics.median(times.pop("peak")), plan.flops or 0
-    speed = flops / statistics.median(times["speedlight"])
-    return row | {
-        "kernel": plan.kernel, "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written,
-        "gflops": speed / 1e9, "peak": peak / 1e9, "share_of_peak": speed / peak,
-        "read_bandwidth": _read_bandwidth(isa, threads), "seconds": {x: quantiles(t) for x, t in times.items()},
+    seconds, read = statistics.median(times["speedlight"]), _read_bandwidth(isa, threads)
+    moved, speed = plan.bytes_read + plan.bytes_written, flops / seconds
+    return {
+        "kernel": plan.kernel, "flops": flops, "bytes_moved": moved, "gflops": speed / 1e9, "peak": peak / 1e9,
+        "share_of_peak": speed / peak, "share_of_roof": max(speed / peak, moved / seconds / read),
+        "read_bandwidth": read, "seconds": {x: quantiles(t) for x, t in times.items()},
         "ratios": ratios(times), "notes": notes,
     }  # fmt: skip
+
+
+def _decoded(p: Any, arrays: list[np.ndarray], options: dict[str, Any]) -> Call:
+    """Returns one step over a cache of these tokens."""
+    q, k, v = arrays
+    sizes = {"kv_heads": p.kv_heads, "head_dim": p.head_dim, "value_dim": p.value_dim, "capacity": k.shape[2]}
+    cache = sl.KVCache(layers=1, batch=p.batch, dtype=p.dtype, **sizes)
+    cache.append(0, k, v, new_lengths=list(p.k_lengths))
+    own = {n: x for n, x in options.items() if n in ("score", "dropout", "seed")}  # the query is at the last token
+    return lambda: cache.attend(0, q, mask=p.mask, **own)
+
+
+def _wrong_of_item(
+    p: Any, arrays: list[np.ndarray], options: dict[str, Any], got: Any, *, slack: float = 1
+) -> str | None:
+    """Holds a result of padded sequences to its bound: the first one's."""
+    queries, keys = ((slice(1), slice(None), slice(lengths[0])) for lengths in (p.q_lengths, p.k_lengths))
+    parts = (queries, keys, keys, queries, queries, queries)
+    own = [x[part] for x, part in zip(arrays, parts, strict=False)]
+    if len(arrays) == 3:
+        return wrong(as_float64(got)[queries], *own, slack=slack, **options)
+    results = [as_float64(x)[part] for x, part in zip(got, parts, strict=False)]
+    return wrong_gradients(results, *own, slack=slack, **options)
 
 
 @functools.cache
