@@ -55,8 +55,8 @@ def accuracy(
     if layout == "lhd" and "cu_seqlens_q" in found:
         raise ArgumentError("--layout: expected one sequence, or a batch; got several, packed by cu_seqlens_q.")
     given = find_named(found, {"--q": q, "--k": k, "--v": v})
-    options = {"scale": scale} | hidden_by(causal, window, mask, score)
-    sl.plan(*given, layout=layout, **options)  # which names what does not fit
+    options: dict[str, Any] = {"scale": scale} | hidden_by(causal, window, mask, score)
+    sl.plan(*given, **options | {"layout": layout})  # which names what does not fit
     arrays = [as_bhld(x, layout) for x in given]
     wide = [x.astype(np.float64) for x in arrays]
     report = []
@@ -85,7 +85,7 @@ def _stored(name: str, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.nda
     kind = numpy_dtype(name) if name in DTYPES else k.dtype if k.dtype.name != "float64" else np.dtype("float32")
     (batch, heads, capacity, dim), codes = k.shape, name in CODES
     sizes: dict[str, Any] = {"kv_heads": heads, "head_dim": dim, "value_dim": v.shape[3], "capacity": capacity}
-    cache = sl.KVCache(layers=1, batch=batch, dtype=name, **sizes)
+    cache = sl.KVCache(layers=1, **sizes | {"batch": batch, "dtype": name})
     with np.errstate(over="ignore"):  # in float16, which the error then says
         cache.append(0, k.astype(kind, copy=codes), v.astype(kind, copy=codes))
     held = cache.keys(0).astype(np.float64), cache.values(0).astype(np.float64)

@@ -104,8 +104,8 @@ def _cache() -> str:
         out, stored = np.concatenate(chunks, axis=2), (cache.keys(0), cache.values(0))
         if dtype == "float32" and out.tobytes() != sl.attention(q, k, v, causal=True).tobytes():
             raise WrongError("a sequence in chunks has other bits than one call")
-        codes = {"arithmetic": {"int8": True}} if dtype == "int8" else {}
-        _hold(dtype, wrong(out, q, *stored, heads=4, causal=True, **codes))
+        arithmetic = {"int8": True} if dtype == "int8" else None
+        _hold(dtype, wrong(out, q, *stored, heads=4, arithmetic=arithmetic, causal=True))
     return "chunks have the bits of one call; int8 is within its bound"
 
 

@@ -20,6 +20,7 @@ from ..cpu.runtime import roof
 from ..cpu.runtime.tuned import tuning_of
 from ..host import machine
 from ..host.tunings import FAMILIES
+from ..problem import problem
 from .peers import PEERS, Asked, Call, usable
 
 PEER_SLACK = 64  # error bounds that a peer may be away from float64: PyTorch rounds scores to float16, 24 of them
@@ -197,13 +198,13 @@ def normal_numbers(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype(kind) for shape in shapes]
 
 
-def row_of(problem: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]:
+def row_of(asked: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]:
     """Measures a problem beside peers of these names; a result that is wrong leaves "refused" alone."""
     plan = sl.plan(
-        q_heads=problem.heads, q_len=problem.length, head_dim=problem.head_dim, dtype=problem.dtype,
-        causal=problem.causal, backward=problem.backward,
+        q_heads=asked.heads, q_len=asked.length, head_dim=asked.head_dim, dtype=asked.dtype,
+        causal=asked.causal, backward=asked.backward,
     )  # fmt: skip
-    return {"name": problem.name} | problem._asdict() | measured(plan, {"causal": problem.causal}, turns, names)
+    return {"name": asked.name} | asked._asdict() | measured(plan, {"causal": asked.causal}, turns, names)
 
 
 def measured(
@@ -211,21 +212,12 @@ def measured(
 ) -> dict[str, Any]:
     """Measures a planned call with these options of attention(), as row_of() does; `decode`: from a cache."""
     p = plan.problem
-    q_shape, shapes = (p.batch, p.q_heads, max(p.q_lengths), p.head_dim), (p.batch, p.kv_heads, max(p.k_lengths))
-    arrays = normal_numbers(p.dtype, q_shape, (*shapes, p.head_dim), (*shapes, p.value_dim))
-    call, d_out = (_decoded(p, arrays, options) if decode else lambda: sl.attention(*arrays, **options)), None
-    if plan.backward:
-        out, lse = sl.attention(*arrays, return_lse=True, **options)
-        d_out = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
-        for item, length in zip(d_out, p.q_lengths, strict=True):
-            item[:, length:] = 0  # to others what is padded is a row like any
-        call = lambda given=(*arrays, out, lse, d_out): sl.attention_backward(*given, **options)  # noqa: E731
-        arrays += [out, lse, d_out]
+    call, arrays = _decoded(p, options) if decode else _called(plan, options)
     held = functools.partial(_wrong_of_item, p, arrays, {n: x for n, x in options.items() if n != "lengths"})
     if refused := held(call()):
         return {"refused": refused}
     peers = {name: PEERS[name] for name in names}
-    others, notes = usable(peers, Asked.of(p, *arrays[:3], d_out), lambda got: held(got, slack=PEER_SLACK))
+    others, notes = usable(peers, Asked.of(p, arrays), lambda got: held(got, slack=PEER_SLACK))
     isa, threads = machine.current_isa(), sl.get_threads()
     kind = "f64" if p.dtype == "float64" else "bf16" if is_dot(arrays[0]) else "f32"
     times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))
@@ -240,18 +232,37 @@ def measured(
     }  # fmt: skip
 
 
-def _decoded(p: Any, arrays: list[np.ndarray], options: dict[str, Any]) -> Call:
-    """Returns one step over a cache of these tokens."""
-    q, k, v = arrays
-    sizes = {"kv_heads": p.kv_heads, "head_dim": p.head_dim, "value_dim": p.value_dim, "capacity": k.shape[2]}
-    cache = sl.KVCache(layers=1, batch=p.batch, dtype=p.dtype, **sizes)
+def _drawn(p: problem.Problem) -> list[np.ndarray]:
+    """Returns q, k and v of a problem."""
+    q_shape, shape = (p.batch, p.q_heads, max(p.q_lengths), p.head_dim), (p.batch, p.kv_heads, max(p.k_lengths))
+    return normal_numbers(p.dtype, q_shape, (*shape, p.head_dim), (*shape, p.value_dim))
+
+
+def _called(plan: sl.Plan, options: dict[str, Any]) -> tuple[Call, list[np.ndarray]]:
+    """Returns the call, forward or backward, and its arrays."""
+    q, k, v = arrays = _drawn(plan.problem)
+    if not plan.backward:
+        return lambda: sl.attention(q, k, v, **options), arrays
+    out, lse = sl.attention(q, k, v, return_lse=True, **options)
+    d_out = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
+    for item, length in zip(d_out, plan.problem.q_lengths, strict=True):
+        item[:, length:] = 0  # to others what is padded is a row like any
+    arrays += [out, lse, d_out]
+    return lambda: sl.attention_backward(*arrays, **options), arrays
+
+
+def _decoded(p: problem.Problem, options: dict[str, Any]) -> tuple[Call, list[np.ndarray]]:
+    """Returns one step over a cache, and its arrays."""
+    q, k, v = arrays = _drawn(p)
+    sizes: dict[str, Any] = {"kv_heads": p.kv_heads, "head_dim": p.head_dim, "value_dim": p.value_dim}
+    cache = sl.KVCache(layers=1, **sizes | {"batch": p.batch, "capacity": k.shape[2], "dtype": p.dtype})
     cache.append(0, k, v, new_lengths=list(p.k_lengths))
     own = {n: x for n, x in options.items() if n in ("score", "dropout", "seed")}  # the query is at the last token
-    return lambda: cache.attend(0, q, mask=p.mask, **own)
+    return lambda: cache.attend(0, q, mask=p.mask, **own), arrays
 
 
 def _wrong_of_item(
-    p: Any, arrays: list[np.ndarray], options: dict[str, Any], got: Any, *, slack: float = 1
+    p: problem.Problem, arrays: list[np.ndarray], options: dict[str, Any], got: Any, *, slack: float = 1
 ) -> str | None:
     """Holds a result of padded sequences to its bound: the first one's."""
     queries, keys = ((slice(1), slice(None), slice(lengths[0])) for lengths in (p.q_lengths, p.k_lengths))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -36,8 +36,12 @@ class Asked(NamedTuple):
         return str(self.q.dtype).rpartition(".")[2]
 
     @classmethod
-    def of(cls, p: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: Any = None) -> Asked:
-        """A problem of ours: `causal` alone where that says it, else the mask that shows the same keys."""
+    def of(cls, p: Problem, arrays: Sequence[np.ndarray]) -> Asked:
+        """Returns a problem of ours: `causal` where that is all that hides keys, else a mask.
+
+        arrays: q, k and v; of gradients out, lse and d_out, too.
+        """
+        (q, k, v), d_out = arrays[:3], arrays[5] if len(arrays) > 3 else None
         if p.score is not None or p.dropout:
             why = "others drop other weights" if p.dropout else "no other library is asked for a function of scores"
             return cls(q, k, v, d_out=d_out, unfit=why)
@@ -144,7 +148,7 @@ def flex(asked: Asked) -> Call:
         (shown,) = as_tensors(asked.dense)
         items, heads = of = [None if n == 1 else n for n in shown.shape[:2]]
         mask = lambda b, h, i, j: shown[b if items else 0, h if heads else 0, i, j]  # noqa: E731
-    block = create_block_mask(mask, *of, q.shape[2], k.shape[2], device=q.device) if mask else None
+    block = create_block_mask(mask, of[0], of[1], q.shape[2], k.shape[2], device=q.device) if mask else None
     run = torch.compile(flex_attention, dynamic=False)
     gqa = q.shape[1] != k.shape[1]
     return without_grad(lambda: run(q, k, v, block_mask=block, score_mod=asked.score, enable_gqa=gqa))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill, shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,30 +14,31 @@ import speedlight as sl
 from ..errors import ArgumentError, FileError, how_to_install
 from ..host.notebooks import TILE_COLOURS
 from ..problem.checks import integer
-from ..problem.options import AllOptions, public
+from ..problem.options import Causal, Mask, Scores, Window, public
 from ..problem.plan import Plan
 from ..problem.problem import Problem
 from ..problem.tiles import Rows, grid, integers_of
 from ..problem.work import all_pairs
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-@public(AllOptions)
+@public()
 def view(
     mask_or_q: Any,
     k: Any = None,
     *,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    scale: float | None = None,
     head: int | Sequence[int] = 0,
     item: int = 0,
     span: tuple[int, int] | None = None,
     labels: Sequence[str] | None = None,
     q_len: int = 4096,
     title: str | None = None,
-    **options: Unpack[AllOptions],
 ) -> Any:
     """Returns a matplotlib figure of the tiles of a mask, or of attention weights; a notebook shows it.
 
@@ -45,13 +46,14 @@ def view(
         mask_or_q: a mask, as attention() takes it, or a Plan: which tiles are computed whole, under the mask, or not at
             all. Or, beside `k`, queries (batch, q_heads, q_len, head_dim): how much weight each gives to each key.
         k: keys (batch, kv_heads, k_len, head_dim).
+        causal, window, score: as for attention(), beside a mask, or of weights.
+        mask, scale: of weights, as for attention().
         head: which query head to draw; of weights also several.
         item: of weights: which batch item.
         span: of weights: positions to draw, (first, end).
         labels: of weights: a text for each key.
         q_len: of a mask: how many queries and keys. A Plan has other sizes.
         title: words above the picture. Default the mask's own.
-        **options: as for attention(): of a mask those that hide keys, of weights those and scores.
 
     Returns:
         A matplotlib.figure.Figure; its savefig() writes files.
@@ -69,15 +71,19 @@ def view(
     heads = [integer("head", x) for x in (head if np.iterable(head) else [head])]
     if k is not None:
         where = None if span is None else (integer("span", span[0]), integer("span", span[1]))
+        options = {"causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
         chosen = integer("item", item)
-        return draw_weights(mask_or_q, k, heads, chosen, where, labels, lambda head: dict(options), title=title)[0]
+        return draw_weights(mask_or_q, k, heads, chosen, where, labels, lambda head: options, title=title)[0]
     plan = mask_or_q
+    if plan is None:
+        raise ArgumentError("mask_or_q: expected a mask, a Plan, or q beside k; got None.")
+    if mask is not None:
+        raise ArgumentError("mask: expected q and k beside it; got a mask or a Plan. Join masks by &.")
     if not isinstance(plan, Plan):
-        if plan is None:
-            raise ArgumentError("mask_or_q: expected a mask, a Plan, or q beside k; got None.")
-        plan = sl.plan(q_heads=max(heads) + 1, q_len=q_len, head_dim=64, mask=plan, **options)
-    mask = plan.problem.mask
-    own = " and ".join(["causal"] * plan.problem.causal + ([] if mask is None else [repr(mask.root)]))
+        sizes: dict[str, Any] = {"q_heads": max(heads) + 1, "q_len": q_len, "head_dim": 64}
+        plan = sl.plan(**sizes, causal=causal, window=window, mask=plan, score=score)
+    found = plan.problem.mask
+    own = " and ".join(["causal"] * plan.problem.causal + ([] if found is None else [repr(found.root)]))
     return tile_map(plan, heads[0], shorten(own, 150) if title is None else title)
 
 
