@@ -24,7 +24,7 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 def bars(title: str, unit: str, most: int | None, counts: Sequence[int]) -> str:
     """Returns how many of `most` each of the first sequences has, a bar for each."""
     shown = [
-        (f"sequence {n}", f"<meter min='0' max='{most or 1}' value='{count}'></meter> {count:,} {unit}")
+        (f"sequence {n}", f"<meter min='0' max='{most or 1}' value='{count}'></meter> {count:,} {escape(unit)}")
         for n, count in enumerate(counts[:_MOST_BARS])
     ]
     more = [("…", f"{len(counts) - _MOST_BARS:,} more")] if len(counts) > _MOST_BARS else []

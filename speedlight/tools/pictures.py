@@ -80,7 +80,7 @@ def view(
     if mask is not None:
         raise ArgumentError("mask: expected q and k beside it; got a mask or a Plan. Join masks by &.")
     if not isinstance(plan, Plan):
-        sizes: dict[str, Any] = {"q_heads": max(heads) + 1, "q_len": q_len, "head_dim": 64}
+        sizes: dict[str, Any] = {"q_heads": max(0, *heads) + 1, "q_len": q_len, "head_dim": 64}
         plan = sl.plan(**sizes, causal=causal, window=window, mask=plan, score=score)
     found = plan.problem.mask
     own = " and ".join(["causal"] * plan.problem.causal + ([] if found is None else [repr(found.root)]))

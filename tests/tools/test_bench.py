@@ -45,11 +45,11 @@ def test_a_peer_computes_the_same(here, words):  # noqa: F811
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_takes_any_mask():
     """Not compiled: that takes long, and says no more."""
+    compiled = torch.compile
     for mask in ("causal", lambda b, h, i, j: (j <= i) | (h > b)):
         options = {"causal": True} if mask == "causal" else {"mask": mask}
         plan = sl.plan(batch=2, q_heads=2, q_len=40, head_dim=16, **options)
         arrays = measuring.normal_numbers("float32", *[(2, 2, 40, 16)] * 3)
-        compiled = torch.compile
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(torch, "compile", lambda x, **how: x if "dynamic" in how else compiled(x, **how))
             got = peers.flex(peers.Asked.of(plan.problem, arrays))()
