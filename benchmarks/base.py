@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -13,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from squares import Problem
 from workers import Workers
 
 import speedlight as sl
-from speedlight.tools.measuring import Problem, alternate, quantiles, ratios
+from speedlight.tools.measuring import alternate, quantiles, ratios
 
 _WORKER = """
 import json, sys, time
@@ -40,16 +40,6 @@ for line in sys.stdin:
     seconds, size = (time.perf_counter() - start) / repeats, sum(float(np.abs(x.astype(np.float64)).sum()) for x in got)
     print(json.dumps([seconds, size, hash(b"".join(x.tobytes() for x in got))]), flush=True)
 """
-
-
-def problems_of(
-    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, causal: bool | None, heads: int,
-    backward: bool,
-) -> list[Problem]:  # fmt: skip
-    """Returns all problems of these sizes; None stands for the usual ones."""
-    dtypes, masks = dtypes or ["float32", "float16", "bfloat16"], (False, True) if causal is None else (causal,)
-    sizes = itertools.product(dtypes, dims or (64, 128), lengths or (128, 512, 2048, 8192), masks)
-    return [Problem(t, heads, n, d, c, backward) for t, d, n, c in sizes]
 
 
 def rows(base: str, problems: list[Problem], turns: int) -> Iterator[dict[str, Any]]:

@@ -156,8 +156,9 @@ def _run_ranks(given: argparse.Namespace, turns: int) -> int:
 
 def _run_base(given: argparse.Namespace, turns: int) -> int:
     import base
+    from squares import problems_of
 
-    problems = base.problems_of(given.dtype, given.head_dim, given.q_len, given.causal, given.q_heads, given.backward)
+    problems = problems_of(given.dtype, given.head_dim, given.q_len, given.causal, given.q_heads, given.backward)
     report = about() | {"base": given.base}
     code = write_report(report, base.rows(given.base, problems, turns), base.line, given.output)
     print(f"The same bits in {sum(row['same_bits'] for row in report['rows'])} of {len(report['rows'])} problems.")

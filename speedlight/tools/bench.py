@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,15 +12,15 @@ import typer
 
 from ..errors import ArgumentError
 from .measuring import about, measured
-from .options import Json, ProblemOptions, Unit, on_unit, takes_problem
+from .options import Json, ProblemOptions, Unit, on_unit, takes_listed
 from .peers import BACKWARD, LIBRARIES, PEERS, TITLES
-from .reports import plan_rows, print_json, print_rows, progress, write_json
+from .reports import check_output, plan_rows, print_report, progress, write_text
 
 _MOST_BYTES = 4 << 30  # of arrays
 _SPREAD = 0.2  # of the middle half of our times over their median: more is another program's doing
 
 
-@takes_problem
+@takes_listed
 def bench(
     problem: ProblemOptions,
     peer: Annotated[
@@ -39,8 +40,7 @@ def bench(
     names = _names(peer, problem.backward)
     if turns < 1:
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
-    if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
-        raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+    check_output(output, ".json")
     missing = {x: f"not installed ({LIBRARIES.get(x, x)})" for x in names if find_spec(LIBRARIES.get(x, x)) is None}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # of the minute before
     with on_unit(isa), progress("measuring", None):
@@ -56,11 +56,8 @@ def bench(
         row |= measured(plan, problem.options(), turns, usable, decode=problem.decode)
         report = about() | {"backward": plan.backward, "missing": missing, "rows": [row]}
     if output is not None:
-        write_json(output, report)
-    if as_json:
-        print_json(report)
-    else:
-        print_rows([*_rows(row, missing), *([("written", str(output))] if output else [])])
+        write_text(output, json.dumps(report, indent=1) + "\n")
+    print_report(as_json, report, [*_rows(row, missing), *([("written", str(output))] if output else [])])
     if "refused" in row:
         raise typer.Exit(1)
 
@@ -108,4 +105,4 @@ def _verdict(row: dict[str, Any]) -> str:
         return f"{share}; no other library to compare with"
     name, ratio = min(((x, r[2]) for x, r in row["ratios"].items()), key=lambda pair: pair[1])
     fastest = f", the fastest of {len(row['ratios'])} others" if len(row["ratios"]) > 1 else ""
-    return f"{ratio:.2f} x as fast as {TITLES[name]}{fastest}; {share}"
+    return f"{ratio:.2f} x as fast as {TITLES.get(name, name)}{fastest}; {share}"

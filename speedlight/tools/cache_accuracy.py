@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,20 +10,17 @@ import typer
 import speedlight as sl
 
 from ..arrays.dtypes import CODES, DTYPES, numpy_dtype
-from ..arrays.files import read_arrays
 from ..errors import ArgumentError
-from .attending import find_named
-from .options import Causal, Json, Layout, Mask, Score, Window, hidden_by, one_of
-from .reports import print_json, print_rows, progress
+from .options import FileOptions, Json, one_of, takes_listed
+from .reports import print_report, progress
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
 _SHORT = {"bf16": "bfloat16", "f16": "float16", "float8": "float8_e4m3fn", "fp8": "float8_e4m3fn"}
 
 
+@takes_listed
 def accuracy(
-    files: Annotated[
-        list[Path], typer.Argument(help="One .safetensors or .npz file with q, k and v; or three .npy files named so.")
-    ],
+    given: FileOptions,
     cache: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,15 +28,6 @@ def accuracy(
             autocompletion=one_of("int8", "float8", "bf16", "f16"),
         ),
     ] = None,
-    q: Annotated[str, typer.Option(help="Name of the queries.")] = "q",
-    k: Annotated[str, typer.Option(help="Name of the keys.")] = "k",
-    v: Annotated[str, typer.Option(help="Name of the values.")] = "v",
-    layout: Layout = "bhld",
-    causal: Causal = False,
-    window: Window = None,
-    mask: Mask = None,
-    score: Score = None,
-    scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None,
     as_json: Json = False,
 ) -> None:
     """Says how far a file's attention is from float64 when its keys and values come from a quantised KVCache.
@@ -51,13 +38,12 @@ def accuracy(
     for name in names:
         if name not in FORMATS:
             raise ArgumentError(f"--cache: expected some of int8, float8, bf16 and f16; got {name!r}.")
-    found = read_arrays(files)
-    if layout == "lhd" and "cu_seqlens_q" in found:
+    found, options = given.read()
+    if "cu_seqlens_q" in options:
         raise ArgumentError("--layout: expected one sequence, or a batch; got several, packed by cu_seqlens_q.")
-    given = find_named(found, {"--q": q, "--k": k, "--v": v})
-    options: dict[str, Any] = {"scale": scale} | hidden_by(causal, window, mask, score)
-    sl.plan(*given, **options | {"layout": layout})  # which names what does not fit
-    arrays = [as_bhld(x, layout) for x in given]
+    sl.plan(*found, **options)  # which names what does not fit
+    arrays = [as_bhld(x, options["layout"]) for x in found]
+    options["layout"] = "bhld"
     wide = [x.astype(np.float64) for x in arrays]
     report = []
     with progress("formats", len(names) + 1) as advance:
@@ -68,10 +54,8 @@ def accuracy(
             got = sl.attention(wide[0], *stored, **options)
             report.append({"cache": name, "smaller": smaller} | errors_of(got, want))
             advance()
-    if as_json:
-        print_json({"formats": report, "dtype": arrays[1].dtype.name})
-    else:
-        print_rows([(x["cache"], _text(x, arrays[1].dtype.name)) for x in report])
+    dtype = arrays[1].dtype.name
+    print_report(as_json, {"formats": report, "dtype": dtype}, [(x["cache"], _text(x, dtype)) for x in report])
 
 
 def as_bhld(x: np.ndarray, layout: str) -> np.ndarray:

@@ -22,14 +22,14 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: {how_to_install('cli')}") from None
 
 from . import options as opt
-from .attending import attend, find_named
+from .attending import attend
 from .bench import bench
 from .cache_accuracy import accuracy
 from .checking import check
 from .inspecting import info, show
-from .options import check_device, hidden_by, on_unit
-from .pictures import check_path, draw_weights, pyplot, read_labels, span_of, tile_map
-from .reports import plan_figures, plan_rows, print_json, print_rows, progress
+from .options import check_device, find_named, hidden_by, on_unit
+from .pictures import draw_weights, pyplot, read_labels, span_of, tile_map
+from .reports import check_output, plan_figures, plan_rows, print_report, progress
 from .tuning import tune
 from .typed import as_typed, usage
 
@@ -60,9 +60,7 @@ def view(
     causal: opt.Causal = False,
     window: opt.Window = None,
     mask: opt.Mask = None,
-    head: Annotated[
-        list[int] | None, typer.Option(help="Which query head to draw; of a file, may be given several times.")
-    ] = None,
+    head: Annotated[list[int] | None, typer.Option(help="Which query head; of a file also several.")] = None,
     item: Annotated[int, typer.Option(help="Of a file: which batch item.")] = 0,
     span: Annotated[str | None, typer.Option(help="Of a file: positions first:end to draw, such as 0:40.")] = None,
     labels: Annotated[Path | None, typer.Option(help="Of a file: a text file with a token on each line.")] = None,
@@ -86,7 +84,7 @@ def view(
         if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE":
             option, beside = f"--{name.replace('_', '-')}", "no file" if files else "a file with q and k"
             raise ArgumentError(f"{option}: expected {beside} beside it; got {'one' if files else 'none'}.")
-    check_path(output)
+    check_output(output, ".png", ".svg", ".pdf")
     options = hidden_by(causal, window, mask, None)
     pyplot()  # draws into files
     if files:
@@ -111,10 +109,7 @@ def view(
         figure = tile_map(drawn, one, " and ".join(filter(None, texts)))
         report, lines = {"plan": plan_figures(drawn)}, plan_rows(drawn)
     figure.savefig(output, dpi=150)
-    if as_json:
-        print_json({"output": str(output)} | report)
-    else:
-        print_rows([("written", str(output)), *lines])
+    print_report(as_json, {"output": str(output)} | report, [("written", str(output)), *lines])
 
 
 def _weight_rows(weights: dict[str, Any]) -> list[tuple[str, str]]:
@@ -126,7 +121,7 @@ def _weight_rows(weights: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @app.command()
-@opt.takes_problem
+@opt.takes_listed
 def plan(
     problem: opt.ProblemOptions,
     exact: Annotated[
@@ -153,10 +148,7 @@ def plan(
         found = problem.plan(**over)
     if exact and found.visible_pairs is None:
         found = _count_pairs(found)
-    if as_json:
-        print_json(plan_figures(found))
-    else:
-        print_rows(plan_rows(found))
+    print_report(as_json, plan_figures(found), plan_rows(found))
 
 
 def _count_pairs(found: sl.Plan) -> sl.Plan:

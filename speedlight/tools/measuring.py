@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -170,27 +170,6 @@ def _outside(results: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> str | 
 # --- rows
 
 
-class Problem(NamedTuple):
-    """Attention of a tensor over itself, one item, as many heads of keys as of queries."""
-
-    dtype: str
-    heads: int
-    length: int
-    head_dim: int
-    causal: bool
-    backward: bool = False
-
-    @property
-    def name(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"{self.dtype} H{self.heads} N{self.length} d{self.head_dim} {mask}{' backward' * self.backward}"
-
-
-def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
-    """Returns q, k and v, [1, heads, n, d], of normal numbers."""
-    return normal_numbers(dtype, *[(1, heads, n, d)] * 3)
-
-
 def normal_numbers(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     """Returns arrays of normal numbers."""
     rng = np.random.default_rng(0)
@@ -198,19 +177,13 @@ def normal_numbers(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype(kind) for shape in shapes]
 
 
-def row_of(asked: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]:
-    """Measures a problem beside peers of these names; a result that is wrong leaves "refused" alone."""
-    plan = sl.plan(
-        q_heads=asked.heads, q_len=asked.length, head_dim=asked.head_dim, dtype=asked.dtype,
-        causal=asked.causal, backward=asked.backward,
-    )  # fmt: skip
-    return {"name": asked.name} | asked._asdict() | measured(plan, {"causal": asked.causal}, turns, names)
-
-
 def measured(
     plan: sl.Plan, options: dict[str, Any], turns: int, names: Iterable[str], *, decode: bool = False
 ) -> dict[str, Any]:
-    """Measures a planned call with these options of attention(), as row_of() does; `decode`: from a cache."""
+    """Measures a planned call with these options of attention(), beside peers of these names; `decode`: from a cache.
+
+    A result that is wrong leaves "refused" alone.
+    """
     p = plan.problem
     call, arrays = _decoded(p, options) if decode else _called(plan, options)
     held = functools.partial(_wrong_of_item, p, arrays, {n: x for n, x in options.items() if n != "lengths"})

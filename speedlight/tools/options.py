@@ -9,16 +9,20 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 import speedlight as sl
 
 from ..arrays.dtypes import DTYPES
+from ..arrays.files import read_arrays
 from ..errors import ArgumentError, how_to_install
 from ..host import machine
 from ..problem.problem import LAYOUTS
@@ -73,6 +77,7 @@ Method = Annotated[str, _option("--method", _METHOD, "auto", *METHODS)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
+_FILES = "One .safetensors or .npz file with q, k and v; or three .npy files named so."
 _LENGTH = 2048  # of a problem of which no more is said
 _QUERIES = f"Queries of a sequence; default {_LENGTH}, or the longest of --lengths."
 _LENGTHS = "Tokens of each sequence of a padded batch: '300,1024,77'."
@@ -126,24 +131,56 @@ class ProblemOptions:
 
     def _check_decoded(self, longest: int) -> dict[str, int]:
         """Returns the lengths of one query of each sequence over a cache."""
-        for name, beside, given in (
-            ("q-len", "--decode: one query of each sequence", self.q_len not in (None, 1)),
-            ("backward", "--decode", self.backward),
-            ("k-len", "--decode and --lengths", self.k_len is not None and self.lengths is not None),
-        ):
-            if given:
-                raise ArgumentError(f"--{name}: expected none beside {beside}.")
+        if self.backward or self.q_len not in (None, 1):
+            raise ArgumentError("--decode: expected no --backward and no --q-len: it is one query of each sequence.")
+        if self.k_len is not None and self.lengths is not None:
+            raise ArgumentError("--k-len: expected none beside --decode and --lengths.")
         return {"q_len": 1, "k_len": longest if self.k_len is None else self.k_len}
 
 
-def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command ProblemOptions in place of its first argument: Typer reads signatures."""
-    listed = inspect.signature(ProblemOptions, eval_str=True).parameters
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+@dataclass(frozen=True)
+class FileOptions:
+    """The options of `attend` and `accuracy` that say which arrays of a file are meant, and how they attend."""
+
+    files: Annotated[list[Path], typer.Argument(help=_FILES)]
+    q: Annotated[str, typer.Option(help="Name of the queries.")] = "q"
+    k: Annotated[str, typer.Option(help="Name of the keys.")] = "k"
+    v: Annotated[str, typer.Option(help="Name of the values.")] = "v"
+    layout: Layout = "bhld"
+    causal: Causal = False
+    window: Window = None
+    mask: Mask = None
+    score: Score = None
+    scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None
+
+    def read(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Returns q, k and v, and the options of attention()."""
+        found = read_arrays(self.files)
+        arrays = find_named(found, {"--q": self.q, "--k": self.k, "--v": self.v})
+        options = {"scale": self.scale, "layout": self.layout}
+        options |= hidden_by(self.causal, self.window, self.mask, self.score)
+        if self.layout == "lhd":
+            options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
+        return arrays, options
+
+
+def find_named(found: dict[str, np.ndarray], names: dict[str, str]) -> list[np.ndarray]:
+    """Returns the arrays of a file that options name."""
+    for option, name in names.items():
+        if name not in found:
+            known = ", ".join(sorted(found)) or "no arrays at all"
+            raise ArgumentError(f"{option}: expected one of {known}; got {name!r}.")
+    return [found[name] for name in names.values()]
+
+
+def takes_listed(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of the class that its first argument is of, in its place: Typer reads signatures."""
+    first, *own = inspect.signature(command, eval_str=True).parameters.values()
+    listed = inspect.signature(first.annotation, eval_str=True).parameters
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        command(ProblemOptions(**{name: given.pop(name) for name in listed}), **given)
+        command(first.annotation(**{name: given.pop(name) for name in listed}), **given)
 
     every = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in (*listed.values(), *own)]
     run.__signature__ = inspect.Signature(every)  # pyright: ignore[reportAttributeAccessIssue]
@@ -151,13 +188,9 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _lengths_of(text: str) -> list[int]:
-    try:
-        lengths = [int(x) for x in text.split(",")]
-        if min(lengths) >= 0:
-            return lengths
-        raise ValueError
-    except ValueError:
-        raise ArgumentError(f"--lengths: expected whole numbers such as 300,1024,77; got {text!r}.") from None
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+        raise ArgumentError(f"--lengths: expected whole numbers such as 300,1024,77; got {text!r}.")
+    return [int(x) for x in text.split(",")]
 
 
 def check_device(device: str) -> None:

@@ -20,8 +20,6 @@ from ..problem.problem import Problem
 from ..problem.tiles import Rows, grid, integers_of
 from ..problem.work import all_pairs
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
 
 @public()
 def view(
@@ -55,9 +53,6 @@ def view(
         q_len: of a mask: how many queries and keys. A Plan has other sizes.
         title: words above the picture. Default the mask's own.
 
-    Returns:
-        A matplotlib.figure.Figure; its savefig() writes files.
-
     Raises:
         speedlight.Error: the argument, what was expected and what came; or that matplotlib is missing.
 
@@ -72,8 +67,8 @@ def view(
     if k is not None:
         where = None if span is None else (integer("span", span[0]), integer("span", span[1]))
         options = {"causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
-        chosen = integer("item", item)
-        return draw_weights(mask_or_q, k, heads, chosen, where, labels, lambda head: options, title=title)[0]
+        of = integer("item", item)
+        return draw_weights(mask_or_q, k, heads, of, where, labels, lambda _: options, title=title)[0]
     plan = mask_or_q
     if plan is None:
         raise ArgumentError("mask_or_q: expected a mask, a Plan, or q beside k; got None.")
@@ -87,39 +82,25 @@ def view(
     return tile_map(plan, heads[0], shorten(own, 150) if title is None else title)
 
 
-def pyplot() -> Any:
-    """Returns matplotlib.pyplot, which draws into files alone."""
-    import_matplotlib("--output").use("agg")
+def pyplot(backend: str | None = "agg") -> Any:
+    """Returns matplotlib.pyplot, which draws into files alone; None: as its user's settings say."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ArgumentError(f"matplotlib: a picture needs it. Install it with: {how_to_install('plot')}") from None
+    if backend:
+        matplotlib.use(backend)
     import matplotlib.pyplot as plt
 
     return plt
 
 
-def import_matplotlib(name: str) -> Any:
-    """Returns matplotlib, or says how to install it."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ArgumentError(f"{name}: a picture needs matplotlib. Install it with: {how_to_install('plot')}") from None
-    return matplotlib
-
-
 def _new_figure(width: float, height: float) -> Any:
     """Returns a figure that pyplot has forgotten: else a notebook would show it twice."""
-    import_matplotlib("view")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot(None)
     figure = plt.figure(figsize=(width, height), layout="constrained")
     plt.close(figure)
     return figure
-
-
-def check_path(path: Path) -> None:
-    """Raises unless the suffix can be drawn and the directory exists: before any work."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ArgumentError(f"--output: expected a name that ends in {', '.join(SUFFIXES)}; got {path.name!r}.")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"--output: expected a directory that exists; got {path.parent}.")
 
 
 def tile_map(plan: Plan, head: int, text: str, *, size: tuple[float, float] = (7.2, 7.0)) -> Any:
@@ -176,14 +157,9 @@ def _draw_tiles(axes: Any, plan: Plan, head: int) -> tuple[float, int]:
     first, last = p.q_starts[0], p.q_starts[0] + p.q_lengths[0]
     extent = (p.k_start, p.k_start + kinds.shape[1] * keys, first + kinds.shape[0] * queries / p.group, first)
     axes.imshow(
-        kinds,
-        cmap=ListedColormap(list(TILE_COLOURS.values())),
-        vmin=0,
-        vmax=2,
-        interpolation="nearest",
-        aspect="auto",
+        kinds, cmap=ListedColormap(list(TILE_COLOURS.values())), vmin=0, vmax=2, interpolation="nearest", aspect="auto",
         extent=extent,
-    )
+    )  # fmt: skip
     axes.set_xlim(p.k_start, p.k_start + rows.keys)
     axes.set_ylim(last, first)
     for axis in (axes.xaxis, axes.yaxis):
@@ -199,17 +175,9 @@ _FAINTEST = 1e-3
 
 
 def draw_weights(
-    q: Any,
-    k: Any,
-    heads: Sequence[int],
-    item: int,
-    span: tuple[int, int] | None,
-    labels: Sequence[str] | None,
-    options: Callable[[int], dict[str, Any]],
-    *,
-    title: str | None = None,
-    watch: Callable[[], None] = lambda: None,
-) -> tuple[Any, dict[str, Any]]:
+    q: Any, k: Any, heads: Sequence[int], item: int, span: tuple[int, int] | None, labels: Sequence[str] | None,
+    options: Callable[[int], dict[str, Any]], *, title: str | None = None, watch: Callable[[], None] = lambda: None,
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     """Draws a panel of attention weights for each head: queries downwards, keys to the right. `options` are a head's.
 
     Returns the figure and what it shows; `watch` is called after each head.
@@ -273,14 +241,8 @@ def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: i
 
 
 def _cells(
-    q: np.ndarray,
-    k: np.ndarray,
-    item: int,
-    head: int,
-    options: dict[str, Any],
-    rows: tuple[int, int],
-    keys: tuple[int, int],
-) -> np.ndarray:
+    q: Any, k: Any, item: int, head: int, options: dict[str, Any], rows: tuple[int, int], keys: tuple[int, int]
+) -> np.ndarray:  # fmt: skip
     """The weights of some rows and keys of a head, computed by rows; where tokens share a cell, the largest."""
     kv_head = head // (q.shape[1] // max(1, k.shape[1]))
     one = k[item : item + 1, kv_head : kv_head + 1]

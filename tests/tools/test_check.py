@@ -63,7 +63,7 @@ def test_a_check_that_raises_fails_alone(here, monkeypatch):  # noqa: F811
     def fails():
         raise OSError("no disk\nat all")
 
-    monkeypatch.setattr(checking, "_checks", lambda: [("disk", fails), ("other", lambda: "fine")])
+    monkeypatch.setattr(checking, "_checks", lambda: [("disk", "", fails), ("other", "fine", lambda: None)])
     done = here("check")
     assert done.returncode == 1 and "FAILED: OSError: no disk\n" in done.stdout and "passed: fine" in done.stdout
     report = json.loads(here("check", "--json").stdout)

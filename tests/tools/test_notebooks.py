@@ -180,4 +180,4 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     kinds = [kind for some in outputs for x in some for kind in x.get("data", {})]
     assert kinds.count("image/png") == 2 and kinds.count("text/html") == 4
     texts = "".join(x.get("text", x.get("data", {}).get("text/plain", "")) for some in outputs for x in some)
-    assert texts.startswith("(1, 8, 1024, 64)") and "True\n" in texts and "3.56 times smaller" in texts
+    assert texts.startswith("(1, 8, 1024, 64)") and "True\n" in texts and "3.76 times smaller" in texts
