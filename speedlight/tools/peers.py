@@ -226,4 +226,4 @@ PEERS: dict[str, Peer] = {
 }  # fmt: skip
 BACKWARD = ("torch",)  # those that have a backward pass
 LIBRARIES = {"flex": "torch"}  # whose name is not the peer's
-TITLES = {"torch": "PyTorch's SDPA", "flex": "FlexAttention", "onnxruntime": "ONNX Runtime", "jax": "JAX"}
+TITLES = {"torch": "PyTorch's SDPA", "flex": "FlexAttention", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}

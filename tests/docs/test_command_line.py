@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from conftest import ROOT
 
 from speedlight.tools import cli
+from speedlight.tools.options import ProblemOptions
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text()
 COMMANDS = list(dict.fromkeys(re.findall(r"^speedlight ([^#\n]*[^#\s])", PAGE, re.MULTILINE)))
@@ -50,16 +51,4 @@ def test_the_page_has_every_command_and_option_of_problems():
     group = cli.command()
     named = re.findall(r"^\| `speedlight (\w+)", PAGE, re.MULTILINE)
     assert sorted(named) == sorted(group.commands) and {x.split()[0] for x in COMMANDS} <= set(named)
-    from dataclasses import fields
-
-    from speedlight.tools.options import ProblemOptions
-
     assert not [x.name for x in fields(ProblemOptions) if f"--{x.name.replace('_', '-')}" not in PAGE]
-
-
-def test_a_check_as_a_person_runs_it():
-    """In a process of its own, without a terminal."""
-    done = subprocess.run(
-        [sys.executable, "-m", "speedlight", "check"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0 and "everything works" in done.stdout and not done.stderr
