@@ -46,8 +46,8 @@ def bench(
     with on_unit(isa), progress("measuring", None):
         plan = problem.plan(exact=True)
         p, (_, name) = plan.problem, plan_rows(plan)[0]
-        if not plan.flops:
-            raise ArgumentError(f"--q-len: expected a query that sees a key; got none in {name}.")
+        if not plan.flops or 0 in (p.q_lengths[0], p.k_lengths[0]):  # the first is the one that is checked
+            raise ArgumentError(f"--q-len: expected queries of the first sequence that see keys; got none in {name}.")
         if plan.bytes_read + plan.bytes_written > _MOST_BYTES:
             raise ArgumentError(f"--q-len: expected a problem of at most {_MOST_BYTES >> 30} GiB; got {name}.")
         row: dict[str, Any] = {"name": name + ", from a cache" * problem.decode, "dtype": p.dtype, "causal": p.causal}

@@ -138,8 +138,8 @@ def plan(
 ) -> None:
     """Says what a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the least time.
 
-    That is at the best peak and bandwidth that were measured on this machine. Computes no attention. --ranks: also the
-    time over several processes.
+    That is at the best peak and bandwidth that were measured on this machine. Computes no attention.
+    --ranks: also the time over several processes.
     """
     check_device(device)
     over: dict[str, Any] = {"ranks": ranks, "link_bandwidth": link_bandwidth, "latency": latency}
