@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from squares import Problem
 from workers import Workers
 
 import speedlight as sl
-from speedlight.tools.measuring import Problem, alternate, quantiles, ratios
+from speedlight.tools.measuring import alternate, quantiles, ratios
 
 _WORKER = """
 import json, sys, time

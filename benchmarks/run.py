@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlight.host import machine
-from speedlight.tools.measuring import about, problems_of
+from speedlight.tools.measuring import about
 
 RESULTS = Path(__file__).parent / "results"
 _PARTS = "prefill,avx2,masks,decode,start,memory,torch,errors"
@@ -156,6 +156,7 @@ def _run_ranks(given: argparse.Namespace, turns: int) -> int:
 
 def _run_base(given: argparse.Namespace, turns: int) -> int:
     import base
+    from squares import problems_of
 
     problems = problems_of(given.dtype, given.head_dim, given.q_len, given.causal, given.q_heads, given.backward)
     report = about() | {"base": given.base}

@@ -14,18 +14,16 @@ from typing import Any
 
 import numpy as np
 from decoding import decode
+from squares import Problem, row_of, tensors
 
 import speedlight as sl
 from speedlight.host import machine
 from speedlight.tools.measuring import (
     PEER_SLACK,
-    Problem,
     alternate,
     measure,
     quantiles,
-    row_of,
     seconds_of,
-    tensors,
     wrong,
 )
 from speedlight.tools.options import on_unit

@@ -10,6 +10,7 @@ In order of use; help(speedlight.attention) has every option:
     attention            softmax(scale · QKᵀ)V of NumPy's arrays, PyTorch's tensors …, with any mask and score
     plan                 what a call would do: FLOPs, bytes, tiles, least time; computes no attention
     Plan                 … as figures, and as a table when printed
+    view                 a picture of a mask's tiles, or of attention weights, by matplotlib
     rotary               rotary positions of queries and keys
     merge                attention over shards of the keys, joined
     merge_states         merge() in FlashInfer's order of arguments
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from .kv.sequence import PagedSequence
     from .problem.options import AttentionOptions
     from .problem.plan import Plan
+    from .tools.pictures import view
 
 __version__ = "0.1.0a1"
 ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
@@ -116,6 +118,7 @@ _NAMES = {
     "calls.rotary": "rotary",
     "engines": "synchronize",
     "problem.plan": "Plan",
+    "tools.pictures": "view",
     "kv.cache": "KVCache",
     "kv.pool": "PagePool",
     "kv.sequence": "PagedSequence",
@@ -198,6 +201,7 @@ __all__ = [
     "table",
     "tan",
     "tanh",
+    "view",
     "where",
     "window",
 ]

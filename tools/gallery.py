@@ -41,7 +41,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     for title, code in sections(PAGE.read_text()):
         path = folder / file_of(title)
-        tile_map(planned(code), 0, title, path, size=SIZE)
+        tile_map(planned(code), 0, title, size=SIZE).savefig(path, dpi=100)
         note = PngInfo()
         note.add_itxt("Source", code)  # by which a test sees that the picture is of this code
         with Image.open(path) as picture:

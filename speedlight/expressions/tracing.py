@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, shown
 from ..host.graph_breaks import check_outside
+from .bounds import Exact, visible
 from .captured import LIBRARIES, Tables, called
 from .operations import LOOKUP_COST, OPERATIONS
 from .symbols import LOOKUP, OF_JAX, Symbol, node_of
@@ -85,6 +86,22 @@ class Expression:
     def __repr__(self) -> str:
         return f"{self.role} {self.root!r}"
 
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the formula, and the tiles of a mask."""
+        from ..host.notebooks import code, tiles
+
+        if self.role != "mask":
+            return code(repr(self))
+        sizes, lengths = [abs(n.value) for n in self.numbers if n.kind == "int"], [t.array.shape for t in self.tables]
+        # a table has an entry for each token, most often; of numbers there are some times as many tokens
+        count = max([n for shape in lengths for n in shape], default=0)
+        count = count or 32 << min(max(sizes, default=0) // 16, 1 << 40).bit_length()
+        side = -(-count // 32)
+        ends = [(n, min(n + side, count) - 1) for n in range(0, count, side)]
+        of = "".join([f", {name} 0" for name, symbol in (("item", "b"), ("head", "h")) if symbol in self.root.uses])
+        caption = f"{count:,} queries x {count:,} keys, in squares of {side:,}{of}"
+        return code(repr(self)) + tiles([[_square(self.root, i, j) for j in ends] for i in ends], caption)
+
     def _joined(self, op: str, other: Any) -> Expression:
         if callable(other) and not isinstance(other, Expression):
             other = expression(other)
@@ -120,6 +137,11 @@ class Expression:
 
     def __bool__(self) -> bool:
         raise ExpressionError("a mask has no truth value: combine masks with & | ~, not with and, or, not.")
+
+
+def _square(root: Node, i: tuple[int, int], j: tuple[int, int]) -> int:
+    """Returns the class of a square of positions, of item 0 and head 0: 0 hidden, 1 mixed, 2 visible."""
+    return sum(visible(root, Exact({"b": (0, 0), "h": (0, 0), "i": i, "j": j})))
 
 
 def is_immutable(x: Any) -> bool:

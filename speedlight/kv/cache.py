@@ -13,6 +13,7 @@ from ..engines import by_name
 from ..errors import ArgumentError, CacheBusy, CacheFull, not_pickled
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
+from ..host.notebooks import bars
 from ..problem.checks import (
     cache_dtype,
     cache_sizes,
@@ -95,15 +96,13 @@ class KVCache:
     ) -> None:
         engine = by_name(device).storage()
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
-            **sizes, capacity=capacity, window=window, keep_first=keep_first
-        )
+        sizes |= {"capacity": capacity, "window": window, "keep_first": keep_first}
+        self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(**sizes)
         self.window, self.keep_first = window_size(window), integer("keep_first", keep_first)
         self.dtype: DtypeName = cache_dtype(dtype)
         self._ring = ring_of(self.window, self.keep_first)
-        shape = TokenShape(
-            self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, None if window else self.capacity
-        )
+        room = None if window else self.capacity
+        shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
         # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
         self._held: list[Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
@@ -112,13 +111,16 @@ class KVCache:
         renew_after_fork(self)
 
     def __repr__(self) -> str:
-        sizes = ["layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity"]
-        if self.window is not None:
-            sizes[-1:] = ["window", "keep_first"]
-        given = ", ".join(f"{n}={getattr(self, n)}" for n in sizes)
+        without = ("window", "keep_first") if self.window is None else ("capacity",)
+        given = ", ".join(f"{n}={x}" for n, x in self._sizes().items() if n not in without)
         # used_bytes would wait for the device
         last = f"{self.used_bytes:,} bytes used" if self.device == "cpu" else f"device='{self.device}'"
         return f"KVCache({given}, dtype={self.dtype!r}, {last})"
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the tokens of each sequence, in its fullest layer."""
+        totals = list(map(max, zip(*[lengths for lengths, _ in self._now()], strict=True)))
+        return bars(repr(self), "tokens", self._ring.tokens or self.capacity, totals)
 
     # --- contents
 
@@ -404,13 +406,11 @@ class KVCache:
 
     def select(self, batch_indices: Sequence[int]) -> KVCache:
         """A new cache of these sequences, in this order and as often: for beams."""
-        indices = [
-            check_index("batch_indices", i, self.batch) for i in check_list("batch_indices", batch_indices, "ints")
-        ]
+        given = check_list("batch_indices", batch_indices, "ints")
+        indices = [check_index("batch_indices", i, self.batch) for i in given]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
-        sizes = self._sizes() | {"batch": len(indices)}
-        new = KVCache(**sizes, dtype=self.dtype, device=self._storage.name)
+        new = KVCache(**self._sizes() | {"batch": len(indices)}, dtype=self.dtype, device=self._storage.name)
         held = self._now()
         used = [list(map(self._ring.held, *pair)) for pair in held]
         self._storage.copy_to(new._storage, indices, used)

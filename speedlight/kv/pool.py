@@ -18,6 +18,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, not
 from ..errors.advice import of_packed
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
+from ..host.notebooks import bars
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
 from ..problem.options import AnyArray, ArrayOf, Dtype, Ints, StepCall, StepOptions, T, public, refuse_unknown
 from ..problem.problem import PLAIN, Options
@@ -103,6 +104,11 @@ class PagePool:
         names = ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim")
         sizes = ", ".join(f"{n}={getattr(self, n)}" for n in names)
         return f"PagePool({sizes}, dtype={self.dtype!r}, {self.free_pages} pages free)"
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the pages that each sequence holds; forks share some."""
+        self._release_gone()
+        return bars(repr(self), "pages", self.pages, [len(x.pages) for x in self._held.values()])
 
     __reduce__: Any = not_pickled("PagePool", "its sequences would not come along: fork() them, or make another pool")
 

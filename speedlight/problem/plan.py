@@ -113,6 +113,12 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(f"{name:<16} {text}" for name, text in self.rows())
 
+    def _repr_html_(self) -> str:
+        """Returns the table, as a notebook shows it."""
+        from ..host.notebooks import table
+
+        return table(self.rows())
+
     def rows(self) -> list[tuple[str, str]]:
         """Name and text of each line of the table."""
         p = self.problem

@@ -13,34 +13,24 @@ import typer
 
 import speedlight as sl
 
-from ..arrays.files import read_arrays, write_arrays
+from ..arrays.files import write_arrays
 from ..errors import ArgumentError
 from ..host.machine import current_isa
 from ..problem.problem import Problem
-from .options import Causal, Dropout, Json, Layout, Mask, Score, Seed, Unit, Window, check_seed, hidden_by, on_unit
-from .reports import plan_figures, plan_rows, print_json, print_rows, progress
+from .options import Dropout, FileOptions, Json, Seed, Unit, check_seed, on_unit, takes_listed
+from .reports import check_output, plan_figures, plan_rows, print_report, progress
 
 _LONG = 0.5  # seconds, at the machine's peak: then head by head
 
 
+@takes_listed
 def attend(
-    files: Annotated[
-        list[Path], typer.Argument(help="One .safetensors or .npz file with q, k and v; or three .npy files named so.")
-    ],
+    given: FileOptions,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="Where to write out and lse: .safetensors or .npz; .npy holds out alone."),
     ] = None,
-    q: Annotated[str, typer.Option(help="Name of the queries.")] = "q",
-    k: Annotated[str, typer.Option(help="Name of the keys.")] = "k",
-    v: Annotated[str, typer.Option(help="Name of the values.")] = "v",
-    layout: Layout = "bhld",
-    causal: Causal = False,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal, aligned at the start.")] = False,
-    window: Window = None,
-    mask: Mask = None,
-    score: Score = None,
-    scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None,
     dropout: Dropout = 0.0,
     seed: Seed = None,
     isa: Unit = None,
@@ -49,20 +39,15 @@ def attend(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Attention over a file: softmax(scale·QKᵀ)V, its log-sum-exp, and the plan it followed."""
-    if top_left and causal:
+    """Computes attention of a file: softmax(scale·QKᵀ)V, its log-sum-exp, and the plan it followed."""
+    if top_left and given.causal:
         raise ArgumentError("--top-left: expected either --causal or --top-left; got both.")
-    if output is not None and not output.parent.is_dir():
-        raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
-    if output is not None and any([x.exists() and output.exists() and output.samefile(x) for x in files]):
+    check_output(output)
+    if output is not None and any([x.exists() and output.exists() and output.samefile(x) for x in given.files]):
         raise ArgumentError(f"--output: expected another file than those that are read; got {output}.")
     check_seed(dropout, seed)
-    found = read_arrays(files)
-    arrays = find_named(found, {"--q": q, "--k": k, "--v": v})
-    options: dict[str, Any] = {"scale": scale, "layout": layout, "dropout": dropout, "seed": seed}
-    options |= hidden_by("top-left" if top_left else causal, window, mask, score)
-    if layout == "lhd":
-        options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
+    arrays, options = given.read()
+    options |= {"dropout": dropout, "seed": seed} | ({"causal": "top-left"} if top_left else {})
     with on_unit(isa):
         plan = sl.plan(*arrays, **options)
         out, lse, seconds = _attend(arrays, options, plan)
@@ -82,23 +67,9 @@ def attend(
         }
         if check:
             report["check"] = _check(arrays, options, plan.problem, out, lse)
-    if as_json:
-        print_json(report | {"plan": plan_figures(plan)})
-    else:
-        print_rows([*_rows(report, plan), *plan_rows(plan)])
+    print_report(as_json, report | {"plan": plan_figures(plan)}, [*_rows(report, plan), *plan_rows(plan)])
     if check and not report["check"]["passed"]:
         raise typer.Exit(1)
-
-
-def find_named(found: dict[str, np.ndarray], names: dict[str, str]) -> list[np.ndarray]:
-    """The arrays of a file that options name."""
-    for option, name in names.items():
-        if name not in found:
-            raise ArgumentError(
-                f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}."
-                f" Say which: {option} NAME."
-            )
-    return [found[name] for name in names.values()]
 
 
 def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan) -> tuple[np.ndarray, np.ndarray, float]:

@@ -1,73 +1,64 @@
-"""`speedlight bench`: this machine's figures, beside those of every installed peer."""
+"""`speedlight bench`: a problem's time on this machine, beside those of every installed peer."""
 
 from __future__ import annotations
 
-import re
+import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ..errors import ArgumentError
-from .measuring import about, problems_of, row_of
-from .options import Backward, Json, Unit, on_unit
-from .peers import BACKWARD, LIBRARIES, PEERS
-from .reports import console, print_json, progress, write_json
+from .measuring import about, measured
+from .options import Json, ProblemOptions, Unit, on_unit, takes_listed
+from .peers import BACKWARD, LIBRARIES, PEERS, TITLES
+from .reports import check_output, plan_rows, print_report, progress, write_text
 
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_MOST_BYTES = 4 << 30  # of arrays
+_SPREAD = 0.2  # of the middle half of our times over their median: more is another program's doing
 
 
+@takes_listed
 def bench(
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="May be given several times. Default float32, float16 and bfloat16.")
-    ] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="May be given several times. Default 64 and 128.")] = None,
-    q_len: Annotated[
-        list[int] | None,
-        typer.Option(help="Queries, and keys. May be given several times. Default 128, 512, 2048 and 8192."),
-    ] = None,
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--no-causal", help="Hide keys after the query, or none. Default both.")
-    ] = None,
-    q_heads: Annotated[int, typer.Option(help="Query heads; as many of keys and values.")] = 8,
+    problem: ProblemOptions,
     peer: Annotated[
         list[str] | None,
         typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed."),
     ] = None,
     turns: Annotated[int, typer.Option(help="Samples of each, in turn.")] = 5,
-    backward: Backward = False,
     isa: Unit = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the rows.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the row.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused.
+    """Measures your problem beside other libraries, in turn (A B A B), and says how much faster this one is.
 
-    --backward: gradients, beside PyTorch's.
+    Every result is first compared with float64; if ours is wrong, nothing is measured and the exit status is 1.
+    --backward: gradients, beside PyTorch's. --decode: one step over a KVCache.
     """
-    _check_sizes(dtype or [], head_dim or [], q_len or [], q_heads)
-    problems = problems_of(dtype, head_dim, q_len, causal, q_heads, backward)
-    names = _names(peer, backward)
+    names = _names(peer, problem.backward)
     if turns < 1:
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
-    if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
-        raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+    check_output(output, ".json")
     missing = {x: f"not installed ({LIBRARIES.get(x, x)})" for x in names if find_spec(LIBRARIES.get(x, x)) is None}
-    rows = []
-    with on_unit(isa), progress("problems", len(problems)) as advance:
-        for problem in problems:
-            rows.append(row_of(problem, turns, [x for x in names if x not in missing]))
-            advance()
-        report = about() | {"backward": backward, "missing": missing, "rows": rows}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # of the minute before
+    with on_unit(isa), progress("measuring", None):
+        plan = problem.plan(exact=True)
+        p, (_, name) = plan.problem, plan_rows(plan)[0]
+        if not plan.flops or 0 in (p.q_lengths[0], p.k_lengths[0]):  # the first is the one that is checked
+            raise ArgumentError(f"--q-len: expected queries of the first sequence that see keys; got none in {name}.")
+        if plan.bytes_read + plan.bytes_written > _MOST_BYTES:
+            raise ArgumentError(f"--q-len: expected a problem of at most {_MOST_BYTES >> 30} GiB; got {name}.")
+        row: dict[str, Any] = {"name": name + ", from a cache" * problem.decode, "dtype": p.dtype, "causal": p.causal}
+        row |= {"head_dim": p.head_dim, "backward": plan.backward, "load": load}
+        usable = [x for x in names if x not in missing]
+        row |= measured(plan, problem.options(), turns, usable, decode=problem.decode)
+        report = about() | {"backward": plan.backward, "missing": missing, "rows": [row]}
     if output is not None:
-        write_json(output, report)
-    if as_json:
-        print_json(report)
-    else:
-        _print(report, output)
-    if any("refused" in row for row in rows):
+        write_text(output, json.dumps(report, indent=1) + "\n")
+    print_report(as_json, report, [*_rows(row, missing), *([("written", str(output))] if output else [])])
+    if "refused" in row:
         raise typer.Exit(1)
 
 
@@ -81,49 +72,37 @@ def _names(peer: list[str] | None, backward: bool) -> list[str]:
     return names
 
 
-def _check_sizes(dtypes: list[str], dims: list[int], lengths: list[int], heads: int) -> None:
-    for name, values in (("head_dim", dims), ("q_len", lengths), ("q_heads", [heads])):
-        if any(not 1 <= x <= 1 << 20 for x in values):
-            raise ArgumentError(f"{name}: expected sizes from 1 to 1,048,576; got {', '.join(map(str, values))}.")
-    for name in dtypes:
-        if name not in _DTYPES:
-            raise ArgumentError(f"--dtype: expected some of {', '.join(_DTYPES)}; got {name!r}.")
+def _rows(row: dict[str, Any], missing: dict[str, str]) -> list[tuple[str, str]]:
+    """Returns the lines of a table: the verdict last but for what it leaves out."""
+    rows = [("problem", row["name"])]
+    if "refused" in row:
+        return [*rows, ("check", f"FAILED: {row['refused']}; not measured")]
+    for name, (_, low, middle, high, _) in row["seconds"].items():
+        ratio = f"{row['ratios'][name][2]:.2f} x our time" if name in row["ratios"] else f"{row['gflops']:,.0f} GFLOP/s"
+        quartiles = f"quartiles {low * 1e3:.3g} to {high * 1e3:.3g}"
+        rows.append((name, f"{middle * 1e3:.3g} ms ({quartiles}), {ratio}"))
+    others = missing | row["notes"]
+    rows += [(", ".join(x for x in others if others[x] == why), why) for why in dict.fromkeys(others.values())]
+    if why := _disturbances(row):
+        rows.append(("busy", f"{why}: repeat this while little else runs"))
+    return [*rows, ("verdict", _verdict(row))]
 
 
-def _print(report: dict[str, Any], output: Path | None) -> None:
-    screen, rows = console(), report["rows"]
-    screen.print(_table(rows, screen.width))
-    if any(row.get("ratios") for row in rows):
-        screen.print("Of a peer: its time over ours, median of turns; above 1: speedlight is faster.", style="dim")
-    for row in rows:
-        if "refused" in row:
-            screen.print(f"[red]{escape(row['name'])}: refused: {escape(row['refused'])}[/]")
-    notes = {f"{name}: {why}" for row in rows for name, why in row.get("notes", {}).items()}
-    for why in [*(f"{name}: {why}" for name, why in report["missing"].items()), *sorted(notes)]:
-        screen.print(escape(why), style="dim")
-    if output is not None:
-        screen.print(escape(f"written {output}"))
+def _disturbances(row: dict[str, Any]) -> str:
+    """Says what makes a measurement doubtful; nothing, if nothing does."""
+    _, low, middle, high, _ = row["seconds"]["speedlight"]
+    spread, cores = (high - low) / middle, os.cpu_count() or 1
+    found = [f"load average {row['load']:.1f} on {cores} cores before it began"] * (row["load"] > cores / 4)
+    return ", ".join(found + [f"our times spread over {spread:.0%}"] * (spread > _SPREAD))
 
 
-def _table(rows: list[dict[str, Any]], width: int) -> Table:
-    """Returns a line for each row; where it is wide enough, with quartiles."""
-    found = {x for row in rows for x in row.get("ratios", {})}
-    names = [x for x in PEERS if x in found]
-    has_quartiles = width >= 70 + 19 * len(names)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("problem", no_wrap=True)
-    titles = [f"{name} (quartiles)" if has_quartiles else name for name in names]
-    for title in ("ms", "GFLOP/s", "of peak" if has_quartiles else "peak", *titles):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        name = row["name"] if has_quartiles else re.sub(r" H\d+", "", row["name"])
-        if "refused" in row:
-            table.add_row(name, "[red]refused[/]")
-            continue
-        cells = [f"{row['seconds']['speedlight'][2] * 1e3:.3g}", f"{row['gflops']:.0f}", f"{row['share_of_peak']:.0%}"]
-        for peer in names:
-            _, low, middle, high, _ = row["ratios"].get(peer, [None] * 5)
-            around = f" ({low:.2f}–{high:.2f})" if has_quartiles and middle else ""
-            cells.append(f"{middle:.2f}{around}" if middle else "–")
-        table.add_row(name, *cells)
-    return table
+def _verdict(row: dict[str, Any]) -> str:
+    """Returns the outcome in a sentence."""
+    share = f"{row['share_of_roof']:.0%} of what this machine can do"
+    if row["share_of_roof"] > 1:
+        share = "faster than this machine's memory is read: its caches hold the problem"
+    if not row["ratios"]:
+        return f"{share}; no other library to compare with"
+    name, ratio = min(((x, r[2]) for x, r in row["ratios"].items()), key=lambda pair: pair[1])
+    fastest = f", the fastest of {len(row['ratios'])} others" if len(row["ratios"]) > 1 else ""
+    return f"{ratio:.2f} x as fast as {TITLES.get(name, name)}{fastest}; {share}"

@@ -22,12 +22,14 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: {how_to_install('cli')}") from None
 
 from . import options as opt
-from .attending import attend, find_named
+from .attending import attend
 from .bench import bench
+from .cache_accuracy import accuracy
+from .checking import check
 from .inspecting import info, show
-from .options import check_device, check_seed, hidden_by, on_unit
-from .pictures import check_path, draw_weights, tile_map
-from .reports import plan_figures, plan_rows, print_json, print_rows, progress
+from .options import check_device, find_named, hidden_by, on_unit
+from .pictures import draw_weights, pyplot, read_labels, span_of, tile_map
+from .reports import check_output, plan_figures, plan_rows, print_report, progress
 from .tuning import tune
 from .typed import as_typed, usage
 
@@ -58,9 +60,7 @@ def view(
     causal: opt.Causal = False,
     window: opt.Window = None,
     mask: opt.Mask = None,
-    head: Annotated[
-        list[int] | None, typer.Option(help="Which query head to draw; of a file, may be given several times.")
-    ] = None,
+    head: Annotated[list[int] | None, typer.Option(help="Which query head; of a file also several.")] = None,
     item: Annotated[int, typer.Option(help="Of a file: which batch item.")] = 0,
     span: Annotated[str | None, typer.Option(help="Of a file: positions first:end to draw, such as 0:40.")] = None,
     labels: Annotated[Path | None, typer.Option(help="Of a file: a text file with a token on each line.")] = None,
@@ -76,38 +76,40 @@ def view(
     isa: opt.Unit = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Draws the attention weights of a file's heads; or, without a file, which tiles a mask computes whole, under the
-    mask, and skips, for the sizes that are given.
+    """Draws the attention weights of a file's heads, or, without a file, the tiles of a mask.
+
+    Of a mask: which tiles are computed whole, under the mask, and not at all, for the sizes that are given.
     """
     for name in _OF_SIZES if files else _OF_FILES:
         if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE":
             option, beside = f"--{name.replace('_', '-')}", "no file" if files else "a file with q and k"
             raise ArgumentError(f"{option}: expected {beside} beside it; got {'one' if files else 'none'}.")
-    check_path(output)
+    check_output(output, ".png", ".svg", ".pdf")
     options = hidden_by(causal, window, mask, None)
+    pyplot()  # draws into files
     if files:
         queries, keys = find_named(read_arrays(files), {"--q": q, "--k": k})
         of_head = lambda h: hidden_by(causal, window, mask, None, {"b": item, "h": h})  # noqa: E731
-        report: dict[str, Any] = draw_weights(queries, keys, head or [0], item, span, labels, of_head, output)
+        where, tokens = span_of(span) if span else None, read_labels(labels) if labels else None
+        with progress("weights of heads", len(head or [0])) as advance:
+            figure, report = draw_weights(queries, keys, head or [0], item, where, tokens, of_head, watch=advance)
         lines = _weight_rows(report["weights"])
     else:
         texts = ["causal" * causal, f"window {window}" * (window is not None), mask or ""]
         if not any(texts):
             raise ArgumentError("--mask: expected a mask to draw (or --causal, --window), or a file with q and k.")
         (one, *more) = head or [0]
-        if more or not 0 <= one < q_heads:
-            raise ArgumentError(f"--head: expected 0 to {q_heads - 1}; got {', '.join(map(str, head or []))}.")
+        if more:
+            raise ArgumentError(f"--head: expected one, of a mask; got {len(more) + 1}.")
         with on_unit(isa):
             drawn = sl.plan(
                 q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim, value_dim=value_dim,
                 dtype=dtype, **options,
             )  # fmt: skip
-        tile_map(drawn, one, " and ".join(filter(None, texts)), output)
+        figure = tile_map(drawn, one, " and ".join(filter(None, texts)))
         report, lines = {"plan": plan_figures(drawn)}, plan_rows(drawn)
-    if as_json:
-        print_json({"output": str(output)} | report)
-    else:
-        print_rows([("written", str(output)), *lines])
+    figure.savefig(output, dpi=150)
+    print_report(as_json, {"output": str(output)} | report, [("written", str(output)), *lines])
 
 
 def _weight_rows(weights: dict[str, Any]) -> list[tuple[str, str]]:
@@ -119,25 +121,12 @@ def _weight_rows(weights: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @app.command()
+@opt.takes_listed
 def plan(
-    q_len: opt.QLen,
-    k_len: opt.KLen = None,
-    batch: opt.Batch = 1,
-    q_heads: opt.QHeads = 8,
-    kv_heads: opt.KvHeads = None,
-    head_dim: opt.HeadDim = 64,
-    value_dim: opt.ValueDim = None,
-    dtype: opt.Dtype = "float32",
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    mask: opt.Mask = None,
-    score: opt.Score = None,
-    dropout: opt.Dropout = 0.0,
-    seed: opt.Seed = None,
+    problem: opt.ProblemOptions,
     exact: Annotated[
         bool, typer.Option("--exact", help="Count what a mask shows, where only counting tells. Not --method exact.")
     ] = False,
-    backward: opt.Backward = False,
     ranks: opt.Ranks = None,
     link_bandwidth: opt.LinkBandwidth = None,
     latency: opt.Latency = None,
@@ -147,28 +136,19 @@ def plan(
     isa: opt.Unit = None,
     as_json: opt.Json = False,
 ) -> None:
-    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the least time.
+    """Says what a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the least time.
 
-    That is at the best peak and bandwidth that were measured on this machine. Computes no attention. --ranks: and what
-    it takes over several processes.
+    That is at the best peak and bandwidth that were measured on this machine. Computes no attention.
+    --ranks: also the time over several processes.
     """
     check_device(device)
-    check_seed(dropout, seed)
     over: dict[str, Any] = {"ranks": ranks, "link_bandwidth": link_bandwidth, "latency": latency}
-    over |= {"shard": shard, "method": method}
+    over |= {"shard": shard, "method": method, "device": device}
     with on_unit(isa):
-        found = sl.plan(
-            batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
-            value_dim=value_dim, dtype=dtype, dropout=dropout, seed=seed, device=device, backward=backward,
-            **over,
-            **hidden_by(causal, window, mask, score),
-        )  # fmt: skip
+        found = problem.plan(**over)
     if exact and found.visible_pairs is None:
         found = _count_pairs(found)
-    if as_json:
-        print_json(plan_figures(found))
-    else:
-        print_rows(plan_rows(found))
+    print_report(as_json, plan_figures(found), plan_rows(found))
 
 
 def _count_pairs(found: sl.Plan) -> sl.Plan:
@@ -180,10 +160,8 @@ def _count_pairs(found: sl.Plan) -> sl.Plan:
     return replace(found, visible_pairs=pairs, flops=(pairs or 0) * pair_flops(p, backward=found.backward))
 
 
-app.command()(bench)
-app.command()(tune)
-app.command()(info)
-app.command()(show)
+for command_of in (bench, show, tune, accuracy, info, check):
+    app.command()(command_of)
 
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # which Typer exports under no name

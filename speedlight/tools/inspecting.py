@@ -12,13 +12,13 @@ import typer
 import speedlight as sl
 
 from .. import engines as engine
-from ..errors import ArgumentError, FileError
+from ..errors import ArgumentError
 from ..host import machine
 from ..problem.operands import Strides
 from ..problem.plan import Roofs, size_text
 from . import options as opt
-from .options import check_seed, hidden_by, on_unit
-from .reports import print_json, print_rows, progress
+from .options import on_unit
+from .reports import check_output, print_json, print_report, print_rows, progress, write_text
 
 
 def info(
@@ -58,26 +58,18 @@ def info(
         print_json(report)
         return
     others = ", ".join(f"{x.name}" for x in machine.host_isas() if x is not unit)
-    where = (
-        "not kept (SPEEDLIGHT_CACHE=0, or no home directory)"
-        if directory is None
-        else f"{len(cached)}, {size_text(sum(cached.values()))}, in {directory}"
-    )
+    where = "not kept (SPEEDLIGHT_CACHE=0, or no home directory)"
+    if directory is not None:
+        where = f"{len(cached)}, {size_text(sum(cached.values()))}, in {directory}"
+    bits = f"{unit.name}: {unit.registers} registers of {8 * unit.vector_bytes} bits"
+    rates = ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items())
     rows = [
         ("speedlight", f"{sl.__version__}, arithmetic {sl.ARITHMETIC}, engine cpu"),
         ("cpu", machine.cpu_name()),
-        (
-            "vector unit",
-            f"{unit.name}: {unit.registers} registers of {8 * unit.vector_bytes} bits"
-            + (f"; also here: {others}" if others else ""),
-        ),
+        ("vector unit", bits + (f"; also here: {others}" if others else "")),
         ("schedule", str(tuning.origin)),
         ("threads", f"{threads}, {workers.runtime()}"),
-        (
-            "peak",
-            ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items())
-            + f", {threads} threads, measured {known['float32'].date} (--measure: again)",
-        ),
+        ("peak", f"{rates}, {threads} threads, measured {known['float32'].date} (--measure: again)"),
         ("plain read", f"{read / 1e9:,.1f} GB/s"),
         *bf16_rows(products),
         ("kernels", where),
@@ -120,33 +112,18 @@ def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
     return known
 
 
+@opt.takes_listed
 def show(
-    q_len: opt.QLen = 4096,
-    k_len: opt.KLen = None,
-    batch: opt.Batch = 1,
-    q_heads: opt.QHeads = 8,
-    kv_heads: opt.KvHeads = None,
-    head_dim: opt.HeadDim = 64,
-    value_dim: opt.ValueDim = None,
-    dtype: opt.Dtype = "float32",
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    mask: opt.Mask = None,
-    score: opt.Score = None,
-    dropout: opt.Dropout = 0.0,
-    seed: opt.Seed = None,
-    backward: opt.Backward = False,
+    problem: opt.ProblemOptions,
     isa: opt.Unit = None,
     ir: Annotated[bool, typer.Option("--ir", help="Print the LLVM IR.")] = False,
     assembly: Annotated[bool, typer.Option("--asm", help="Print the assembly.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to write the IR or assembly instead.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file for the IR or assembly.")] = None,
     as_json: opt.Json = False,
 ) -> None:
-    """The kernel that a call would run: its name, size and registers; its IR or its assembly.
+    """Shows the kernel that a call would run: its name, size and registers; its IR or its assembly.
 
-    With --q-len 1 that is the one of decoding. --isa may name a vector unit that this machine lacks.
+    --isa may name a vector unit that this machine lacks.
     """
     from ..cpu.runtime import compile
 
@@ -154,16 +131,10 @@ def show(
         raise ArgumentError("--asm: expected either --ir or --asm; got both.")
     if output is not None and not (ir or assembly):
         raise ArgumentError("--output: expected --ir or --asm beside it.")
-    if output is not None and not output.parent.is_dir():
-        raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
-    check_seed(dropout, seed)
+    check_output(output)
     unit = machine.current_isa() if isa is None else machine.isa_named(isa)
-    problem = sl.plan(
-        batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
-        value_dim=value_dim, dtype=dtype, dropout=dropout, seed=seed, **hidden_by(causal, window, mask, score),
-    ).problem  # fmt: skip
-    maker = engine.cpu().planner(backward=backward)
-    how, shape = maker.kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
+    maker = engine.cpu().planner(backward=problem.backward)
+    how, shape = maker.kernel_of_problem(problem.plan().problem, Strides(), sl.get_threads(), unit)
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
     panels = how.panel if shape.kind == "decode" else how.panels
@@ -173,15 +144,9 @@ def show(
         if output is None:
             sys.stdout.write(body)
             return
-        try:
-            output.write_text(body)
-        except OSError as error:
-            raise FileError(f"--output: {output}: {error.strerror or error}.") from error
+        write_text(output, body)
         report["output"] = str(output)
-    if as_json:
-        print_json(report)
-        return
-    print_rows(_rows(report | {"schedule": str(how.tuning.origin)}, unit))
+    print_report(as_json, report, _rows(report | {"schedule": str(how.tuning.origin)}, unit))
 
 
 def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +21,7 @@ from ..cpu.runtime import roof
 from ..cpu.runtime.tuned import tuning_of
 from ..host import machine
 from ..host.tunings import FAMILIES
+from ..problem import problem
 from .peers import PEERS, Asked, Call, usable
 
 PEER_SLACK = 64  # error bounds that a peer may be away from float64: PyTorch rounds scores to float16, 24 of them
@@ -138,17 +138,19 @@ def wrong_gradients(
 
     Those depend on all keys, and on all rows; the lse that is given may be of more keys than there are.
     """
-    q, k, v, out, lse, d_out = (_on_host(x[:, :1]) for x in (q, k, v, out, lse, d_out))
+    heads = q.shape[1] // k.shape[1]  # that share a head of k and v
+    q, out, lse, d_out = (_on_host(x[:1, :heads]) for x in (q, out, lse, d_out))
+    k, v, offset = _on_host(k[:1, :1]), _on_host(v[:1, :1]), k.shape[2] - q.shape[2]
     last, first = slice(max(0, q.shape[2] - 256), q.shape[2]), slice(0, 256)
     by_rows = (q[:, :, last], k, v, out[:, :, last], lse[:, :, last], d_out[:, :, last])
     by_keys = (q, k[:, :, first], v[:, :, first], out, lse, d_out)
     checked = []
     for given, start, parts in ((by_rows, last.start, {0: last}), (by_keys, 0, {1: first, 2: first})):
-        want = sl.reference.backward(*given, q_start=start, **options)
-        bound = sl.reference.backward_bound(
-            *given, q_start=start, dot=machine.current_isa().dot(q.dtype, gradients=True), **options
-        )
-        checked += [(as_float64(got[n])[:, :1, part], want[n], bound[n] * slack) for n, part in parts.items()]
+        dot = machine.current_isa().dot(q.dtype, gradients=True)
+        want = sl.reference.backward(*given, q_start=offset + start, **options)
+        bound = sl.reference.backward_bound(*given, q_start=offset + start, dot=dot, **options)
+        parts = {n: (slice(1), slice(want[n].shape[1]), part) for n, part in parts.items()}
+        checked += [(as_float64(got[n])[part], want[n], bound[n] * slack) for n, part in parts.items()]
     return _outside(checked)
 
 
@@ -165,65 +167,81 @@ def _outside(results: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> str | 
 # --- rows
 
 
-class Problem(NamedTuple):
-    """Attention of a tensor over itself, one item, as many heads of keys as of queries."""
-
-    dtype: str
-    heads: int
-    length: int
-    head_dim: int
-    causal: bool
-    backward: bool = False
-
-    @property
-    def name(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"{self.dtype} H{self.heads} N{self.length} d{self.head_dim} {mask}{' backward' * self.backward}"
-
-
-def problems_of(
-    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, causal: bool | None, heads: int,
-    backward: bool,
-) -> list[Problem]:  # fmt: skip
-    """Returns all problems of these sizes; None stands for the usual ones."""
-    dtypes, masks = dtypes or ["float32", "float16", "bfloat16"], (False, True) if causal is None else (causal,)
-    sizes = itertools.product(dtypes, dims or (64, 128), lengths or (128, 512, 2048, 8192), masks)
-    return [Problem(t, heads, n, d, c, backward) for t, d, n, c in sizes]
-
-
-def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
-    """Returns q, k and v, [1, heads, n, d], of normal numbers."""
+def normal_numbers(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Returns arrays of normal numbers."""
     rng = np.random.default_rng(0)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    return [rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3)]
+    return [rng.standard_normal(shape).astype(kind) for shape in shapes]
 
 
-def row_of(problem: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]:
-    """Measures a problem beside peers of these names; a result that is wrong leaves "refused" alone."""
-    arrays, options = tensors(*problem[:4]), {"causal": problem.causal}
-    plan, held = sl.plan(*arrays, backward=problem.backward, **options), wrong
-    call: Call = lambda: sl.attention(*arrays, **options)  # noqa: E731
-    if problem.backward:
-        out, lse = sl.attention(*arrays, return_lse=True, **options)
-        arrays += [out, lse, np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)]
-        call, held = lambda: sl.attention_backward(*arrays, **options), wrong_gradients
-    row = {"name": problem.name} | problem._asdict()
-    if refused := held(call(), *arrays, **options):
-        return row | {"refused": refused}
-    asked = Asked(*arrays[:3], causal=problem.causal, d_out=arrays[5] if problem.backward else None)
+def measured(
+    plan: sl.Plan, options: dict[str, Any], turns: int, names: Iterable[str], *, decode: bool = False
+) -> dict[str, Any]:
+    """Measures a planned call with these options of attention(), beside peers of these names; `decode`: from a cache.
+
+    A result that is wrong leaves "refused" alone.
+    """
+    p = plan.problem
+    call, arrays = _decoded(p, options) if decode else _called(plan, options)
+    held = functools.partial(_wrong_of_item, p, arrays, {n: x for n, x in options.items() if n != "lengths"})
+    if refused := held(call()):
+        return {"refused": refused}
     peers = {name: PEERS[name] for name in names}
-    others, notes = usable(peers, asked, lambda got: held(got, *arrays, slack=PEER_SLACK, **options))
+    others, notes = usable(peers, Asked.of(p, arrays), lambda got: held(got, slack=PEER_SLACK))
     isa, threads = machine.current_isa(), sl.get_threads()
-    kind = roof.kind_of_peak(isa, DTYPES[problem.dtype][0])
+    kind = roof.kind_of_peak(isa, DTYPES[p.dtype][0])
     times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))
     peak, flops = statistics.median(times.pop("peak")), plan.flops or 0
-    speed = flops / statistics.median(times["speedlight"])
-    return row | {
-        "kernel": plan.kernel, "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written,
-        "gflops": speed / 1e9, "peak": peak / 1e9, "share_of_peak": speed / peak,
-        "read_bandwidth": _read_bandwidth(isa, threads), "seconds": {x: quantiles(t) for x, t in times.items()},
+    seconds, read = statistics.median(times["speedlight"]), _read_bandwidth(isa, threads)
+    moved, speed = plan.bytes_read + plan.bytes_written, flops / seconds
+    return {
+        "kernel": plan.kernel, "flops": flops, "bytes_moved": moved, "gflops": speed / 1e9, "peak": peak / 1e9,
+        "share_of_peak": speed / peak, "share_of_roof": max(speed / peak, moved / seconds / read),
+        "read_bandwidth": read, "seconds": {x: quantiles(t) for x, t in times.items()},
         "ratios": ratios(times), "notes": notes,
     }  # fmt: skip
+
+
+def _drawn(p: problem.Problem) -> list[np.ndarray]:
+    """Returns q, k and v of a problem."""
+    q_shape, shape = (p.batch, p.q_heads, max(p.q_lengths), p.head_dim), (p.batch, p.kv_heads, max(p.k_lengths))
+    return normal_numbers(p.dtype, q_shape, (*shape, p.head_dim), (*shape, p.value_dim))
+
+
+def _called(plan: sl.Plan, options: dict[str, Any]) -> tuple[Call, list[np.ndarray]]:
+    """Returns the call, forward or backward, and its arrays."""
+    q, k, v = arrays = _drawn(plan.problem)
+    if not plan.backward:
+        return lambda: sl.attention(q, k, v, **options), arrays
+    out, lse = sl.attention(q, k, v, return_lse=True, **options)
+    d_out = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
+    for item, length in zip(d_out, plan.problem.q_lengths, strict=True):
+        item[:, length:] = 0  # to others what is padded is a row like any
+    arrays += [out, lse, d_out]
+    return lambda: sl.attention_backward(*arrays, **options), arrays
+
+
+def _decoded(p: problem.Problem, options: dict[str, Any]) -> tuple[Call, list[np.ndarray]]:
+    """Returns one step over a cache, and its arrays."""
+    q, k, v = arrays = _drawn(p)
+    sizes: dict[str, Any] = {"kv_heads": p.kv_heads, "head_dim": p.head_dim, "value_dim": p.value_dim}
+    cache = sl.KVCache(layers=1, **sizes | {"batch": p.batch, "capacity": k.shape[2], "dtype": p.dtype})
+    cache.append(0, k, v, new_lengths=list(p.k_lengths))
+    own = {n: x for n, x in options.items() if n in ("score", "dropout", "seed")}  # the query is at the last token
+    return lambda: cache.attend(0, q, mask=p.mask, **own), arrays
+
+
+def _wrong_of_item(
+    p: problem.Problem, arrays: list[np.ndarray], options: dict[str, Any], got: Any, *, slack: float = 1
+) -> str | None:
+    """Holds a result of padded sequences to its bound: the first one's."""
+    queries, keys = ((slice(1), slice(None), slice(lengths[0])) for lengths in (p.q_lengths, p.k_lengths))
+    parts = (queries, keys, keys, queries, queries, queries)
+    own = [x[part] for x, part in zip(arrays, parts, strict=False)]
+    if len(arrays) == 3:
+        return wrong(as_float64(got)[queries], *own, slack=slack, **options)
+    results = [as_float64(x)[part] for x, part in zip(got, parts, strict=False)]
+    return wrong_gradients(results, *own, slack=slack, **options)
 
 
 @functools.cache

@@ -1,16 +1,28 @@
-"""Options that several commands have: called as the API's arguments are, and described once."""
+"""Options that several commands have: called as the API's arguments are, and described once.
+
+ProblemOptions are those of every command that takes a problem by its sizes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
+import speedlight as sl
+
 from ..arrays.dtypes import DTYPES
+from ..arrays.files import read_arrays
 from ..errors import ArgumentError, how_to_install
 from ..host import machine
 from ..problem.problem import LAYOUTS
@@ -31,7 +43,6 @@ def _option(name: str, text: str, *values: str) -> Any:
 
 _UNITS, _DTYPES = [isa.name for isa in machine.ISAS], tuple(DTYPES)
 
-Batch = Annotated[int, _option("--batch", "Sequences.")]
 QLen = Annotated[int, _option("--q-len", "Queries of a sequence.")]
 KLen = Annotated[int | None, _option("--k-len", "Keys; default as many as queries. The last query is at the last key.")]
 QHeads = Annotated[int, _option("--q-heads", "Query heads.")]
@@ -50,7 +61,6 @@ _SCORE = "What becomes of a score s: 'softcap(30)', '30 * tanh(s / 30)', or file
 Score = Annotated[str | None, _option("--score", _SCORE)]
 Dropout = Annotated[float, _option("--dropout", "How likely a weight is dropped after the softmax.")]
 Seed = Annotated[int | None, _option("--seed", "Of --dropout: says which weights are dropped.")]
-Backward = Annotated[bool, typer.Option("--backward", help="Of attention_backward().")]
 Device = Annotated[str, _option("--device", "cpu, or cuda for a GPU.", "cpu", "cuda")]
 _UNIT = f"The vector unit: {', '.join(_UNITS)}. Default the best here."
 Unit = Annotated[str | None, _option("--isa", _UNIT, *_UNITS)]
@@ -65,6 +75,122 @@ ShardBy = Annotated[str, _option("--shard", _SHARD, "auto", *SHARDS)]
 _METHOD = f"Of --ranks: {', '.join(METHODS)}, or auto, the fastest."
 Method = Annotated[str, _option("--method", _METHOD, "auto", *METHODS)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+_FILES = "One .safetensors or .npz file with q, k and v; or three .npy files named so."
+_LENGTH = 2048  # of a problem of which no more is said
+_QUERIES = f"Queries of a sequence; default {_LENGTH}, or the longest of --lengths."
+_LENGTHS = "Tokens of each sequence of a padded batch: '300,1024,77'."
+_DECODE = f"One query of each sequence, over a cache of --k-len tokens (default {_LENGTH}), or of --lengths."
+
+
+@dataclass(frozen=True)
+class ProblemOptions:
+    """The options of `plan`, `show` and `bench` that say which problem is meant; sizes are plan()'s."""
+
+    q_len: Annotated[int | None, _option("--q-len", _QUERIES)] = None
+    k_len: KLen = None
+    batch: Annotated[int | None, _option("--batch", "Sequences; default 1, or as many as --lengths.")] = None
+    lengths: Annotated[str | None, _option("--lengths", _LENGTHS)] = None
+    q_heads: QHeads = 8
+    kv_heads: KvHeads = None
+    head_dim: HeadDim = 64
+    value_dim: ValueDim = None
+    dtype: Dtype = "float32"
+    causal: Causal = False
+    window: Window = None
+    mask: Mask = None
+    score: Score = None
+    dropout: Dropout = 0.0
+    seed: Seed = None
+    backward: Annotated[bool, typer.Option("--backward", help="The gradients: attention_backward().")] = False
+    decode: Annotated[bool, typer.Option("--decode", help=_DECODE)] = False
+
+    def options(self) -> dict[str, Any]:
+        """Returns the options of attention(), or of KVCache.attend(), in a call of this problem."""
+        check_seed(self.dropout, self.seed)
+        hidden = {"causal": self.causal, "window": self.window, "mask": self.mask, "score": self.score}
+        options = {"dropout": self.dropout, "seed": self.seed} | hidden_by(**hidden)
+        return options if self.lengths is None else options | {"lengths": _lengths_of(self.lengths)}
+
+    def plan(self, **more: Any) -> sl.Plan:
+        """Returns the plan of such a call."""
+        options = self.options()
+        lengths, sizes = options.get("lengths"), {"q_len": self.q_len, "k_len": self.k_len, "batch": self.batch}
+        if lengths is not None and self.batch is None:
+            sizes["batch"] = len(lengths)
+        if self.decode:
+            options |= {"k_lengths": options.pop("lengths", None)}
+            sizes |= self._check_decoded(max(lengths or [_LENGTH]))
+        elif lengths is None and self.q_len is None:
+            sizes["q_len"] = _LENGTH
+        return sl.plan(
+            **sizes, q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim,
+            dtype=self.dtype, backward=self.backward, **options, **more,
+        )  # fmt: skip
+
+    def _check_decoded(self, longest: int) -> dict[str, int]:
+        """Returns the lengths of one query of each sequence over a cache."""
+        if self.backward or self.q_len not in (None, 1):
+            raise ArgumentError("--decode: expected no --backward and no --q-len: it is one query of each sequence.")
+        if self.k_len is not None and self.lengths is not None:
+            raise ArgumentError("--k-len: expected none beside --decode and --lengths.")
+        return {"q_len": 1, "k_len": longest if self.k_len is None else self.k_len}
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """The options of `attend` and `accuracy` that say which arrays of a file are meant, and how they attend."""
+
+    files: Annotated[list[Path], typer.Argument(help=_FILES)]
+    q: Annotated[str, typer.Option(help="Name of the queries.")] = "q"
+    k: Annotated[str, typer.Option(help="Name of the keys.")] = "k"
+    v: Annotated[str, typer.Option(help="Name of the values.")] = "v"
+    layout: Layout = "bhld"
+    causal: Causal = False
+    window: Window = None
+    mask: Mask = None
+    score: Score = None
+    scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None
+
+    def read(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Returns q, k and v, and the options of attention()."""
+        found = read_arrays(self.files)
+        arrays = find_named(found, {"--q": self.q, "--k": self.k, "--v": self.v})
+        options = {"scale": self.scale, "layout": self.layout}
+        options |= hidden_by(self.causal, self.window, self.mask, self.score)
+        if self.layout == "lhd":
+            options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
+        return arrays, options
+
+
+def find_named(found: dict[str, np.ndarray], names: dict[str, str]) -> list[np.ndarray]:
+    """Returns the arrays of a file that options name."""
+    for option, name in names.items():
+        if name not in found:
+            known = ", ".join(sorted(found)) or "no arrays at all"
+            raise ArgumentError(f"{option}: expected one of {known}; got {name!r}. Say which: {option} NAME.")
+    return [found[name] for name in names.values()]
+
+
+def takes_listed(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of the class that its first argument is of, in its place: Typer reads signatures."""
+    first, *own = inspect.signature(command, eval_str=True).parameters.values()
+    listed = inspect.signature(first.annotation, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(first.annotation(**{name: given.pop(name) for name in listed}), **given)
+
+    every = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in (*listed.values(), *own)]
+    run.__signature__ = inspect.Signature(every)  # pyright: ignore[reportAttributeAccessIssue]
+    return run
+
+
+def _lengths_of(text: str) -> list[int]:
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+        raise ArgumentError(f"--lengths: expected whole numbers such as 300,1024,77; got {text!r}.")
+    return [int(x) for x in text.split(",")]
 
 
 def check_device(device: str) -> None:

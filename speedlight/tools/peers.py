@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 import speedlight as sl
+
+from ..problem.problem import Problem
+from ..problem.tiles import seen
 
 Call = Callable[[], Any]
 
@@ -26,10 +29,42 @@ class Asked(NamedTuple):
     mask: Any = None  # FlexAttention's mask_mod
     score: Any = None  # FlexAttention's score_mod
     dense: Any = None  # PyTorch's attn_mask
+    unfit: str | None = None  # why no other library computes the problem
 
     @property
     def dtype(self) -> str:
         return str(self.q.dtype).rpartition(".")[2]
+
+    @classmethod
+    def of(cls, p: Problem, arrays: Sequence[np.ndarray]) -> Asked:
+        """Returns a problem of ours: `causal` where that is all that hides keys, else a mask.
+
+        arrays: q, k and v; of gradients out, lse and d_out, too.
+        """
+        (q, k, v), d_out = arrays[:3], arrays[5] if len(arrays) > 3 else None
+        if p.score is not None or p.dropout:
+            why = "others drop other weights" if p.dropout else "no other library is asked for a function of scores"
+            return cls(q, k, v, d_out=d_out, unfit=why)
+        is_square = k.shape[2] == q.shape[2]
+        is_padded = min(p.k_lengths) < k.shape[2]
+        if p.mask is None and not is_padded and (is_square or not p.causal):
+            return cls(q, k, v, p.causal, d_out)
+        dense = _visible(p, q.shape[2], k.shape[2])
+        return cls(q, k, v, d_out=d_out) if dense.all() else cls(q, k, v, False, d_out, dense=dense)
+
+
+def _visible(p: Problem, rows: int, keys: int) -> np.ndarray:
+    """Returns which keys are visible, [batch or 1, q_heads or 1, rows, keys]."""
+    uses, j, items = set() if p.mask is None else p.mask.root.uses, np.arange(keys), []
+    alike = "b" not in uses and len({*zip(p.q_starts, p.k_lengths, strict=True)}) == 1
+    h = np.arange(p.q_heads if "h" in uses else 1)[:, None, None]
+    for b in range(1 if alike else p.batch):
+        i = p.q_starts[b] + np.arange(rows)
+        parts = [i[n : n + 256, None] for n in range(0, rows, 256)]  # what is in memory while it is computed
+        seen_parts = [np.broadcast_to(seen(p, {"b": np.int64(b), "h": h, "i": x, "j": j}), (len(h), len(x), keys))
+                      for x in parts]  # fmt: skip
+        items.append(np.concatenate(seen_parts, axis=1) & (j < p.k_lengths[b]))
+    return np.stack(items)
 
 
 Peer = Callable[[Asked], Call]
@@ -47,6 +82,8 @@ def usable(
     notes: dict[str, str] = {}
     for name, peer in peers.items():
         try:
+            if asked.unfit is not None:
+                raise UnfitError(asked.unfit)
             call = peer(asked)
             if why := wrong(call()):
                 notes[name] = f"another result than ours: {why}"
@@ -87,8 +124,9 @@ def sdpa(asked: Asked) -> Call:
     import torch
 
     q, k, v = as_tensors(*asked[:3])
+    dense = None if asked.dense is None else as_tensors(asked.dense)[0]
     call = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention, attn_mask=asked.dense, is_causal=asked.causal,
+        torch.nn.functional.scaled_dot_product_attention, attn_mask=dense, is_causal=asked.causal,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     if asked.d_out is None:
@@ -105,8 +143,12 @@ def flex(asked: Asked) -> Call:
 
     torch._dynamo.reset()
     q, k, v = as_tensors(*asked[:3])
-    mask = (lambda b, h, i, j: i >= j) if asked.causal else asked.mask
-    block = create_block_mask(mask, None, None, q.shape[2], k.shape[2], device=q.device) if mask else None
+    mask, of = (lambda b, h, i, j: i >= j) if asked.causal else asked.mask, (None, None)
+    if mask is None and asked.dense is not None and asked.score is None:
+        (shown,) = as_tensors(asked.dense)
+        items, heads = of = [None if n == 1 else n for n in shown.shape[:2]]
+        mask = lambda b, h, i, j: shown[b if items else 0, h if heads else 0, i, j]  # noqa: E731
+    block = create_block_mask(mask, of[0], of[1], q.shape[2], k.shape[2], device=q.device) if mask else None
     run = torch.compile(flex_attention, dynamic=False)
     gqa = q.shape[1] != k.shape[1]
     return without_grad(lambda: run(q, k, v, block_mask=block, score_mod=asked.score, enable_gqa=gqa))
@@ -127,19 +169,26 @@ def onnx_session(node: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def _check_plain(asked: Asked) -> None:
+    """Raises for what these peers are not asked for: a mask, and fewer heads of keys than of queries."""
+    if asked.dense is not None or asked.q.shape[1] != asked.k.shape[1]:
+        raise UnfitError("is asked for no mask but causal of a square, and as many heads of keys as of queries")
+
+
 def _onnxruntime(asked: Asked) -> Call:
     if asked.dtype != "float32":
         raise UnfitError(f"does not take {asked.dtype}")
+    _check_plain(asked)
     helper = importlib.import_module("onnx").helper
-    batch, heads, n, d = shape = asked.q.shape
+    batch, heads, n, _ = asked.q.shape
     rows = {x: np.ascontiguousarray(a.swapaxes(1, 2)) for x, a in zip("qkv", asked[:3], strict=True)}
-    feeds = {x: a.reshape(batch, n, heads * d) for x, a in rows.items()}
+    feeds = {x: a.reshape(*a.shape[:2], -1) for x, a in rows.items()}
     node = helper.make_node(
         "MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads,
         unidirectional=int(asked.causal),
     )  # fmt: skip
     session = onnx_session(node, feeds, ["o"])
-    return lambda: session.run(None, feeds)[0].reshape(shape[0], n, heads, d).swapaxes(1, 2)
+    return lambda: session.run(None, feeds)[0].reshape(batch, n, heads, -1).swapaxes(1, 2)
 
 
 def openvino(asked: Asked) -> Call:
@@ -147,6 +196,7 @@ def openvino(asked: Asked) -> Call:
     hints = {"float32": "f32", "bfloat16": "bf16"}
     if asked.dtype not in hints:
         raise UnfitError(f"does not take {asked.dtype}")
+    _check_plain(asked)
     ov, op = (importlib.import_module(n) for n in ("openvino", "openvino.opset13"))
     inputs = [x.astype(np.float32) for x in asked[:3]]
     parameters = [op.parameter(list(x.shape), np.float32) for x in inputs]
@@ -166,7 +216,8 @@ def _jax(asked: Asked) -> Call:
     attend = functools.partial(
         jax.nn.dot_product_attention, is_causal=asked.causal, implementation="cudnn" if on_gpu else None
     )
-    run = jax.jit(lambda q, k, v: attend(q, k, v).swapaxes(1, 2))
+    mask = None if asked.dense is None else jax.numpy.asarray(asked.dense)
+    run = jax.jit(lambda q, k, v: attend(q, k, v, mask=mask).swapaxes(1, 2))
     return lambda: run(q, k, v).block_until_ready()
 
 
@@ -175,3 +226,4 @@ PEERS: dict[str, Peer] = {
 }  # fmt: skip
 BACKWARD = ("torch",)  # those that have a backward pass
 LIBRARIES = {"flex": "torch"}  # whose name is not the peer's
+TITLES = {"torch": "PyTorch's SDPA", "flex": "FlexAttention", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}

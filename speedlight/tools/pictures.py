@@ -1,10 +1,10 @@
-"""Pictures, drawn with matplotlib where there is one."""
+"""Pictures of masks and of attention weights: view() makes matplotlib's figures, also those of `speedlight view`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, shorten
 from typing import Any
 
 import numpy as np
@@ -12,47 +12,108 @@ import numpy as np
 import speedlight as sl
 
 from ..errors import ArgumentError, FileError, how_to_install
+from ..host.notebooks import TILE_COLOURS
+from ..problem.checks import integer
+from ..problem.options import Causal, Mask, Scores, Window, public
 from ..problem.plan import Plan
 from ..problem.problem import Problem
 from ..problem.tiles import Rows, grid, integers_of
 from ..problem.work import all_pairs
-from .reports import progress
-
-SUFFIXES = (".png", ".svg", ".pdf")
-_COLOURS = {"skipped": "#f2f2f2", "mixed": "#e69f00", "full": "#0072b2"}  # told apart by every eye, and in grey
 
 
-def pyplot() -> Any:
-    """Returns matplotlib.pyplot, which draws into files alone."""
+@public()
+def view(
+    mask_or_q: Any,
+    k: Any = None,
+    *,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    scale: float | None = None,
+    head: int | Sequence[int] = 0,
+    item: int = 0,
+    span: tuple[int, int] | None = None,
+    labels: Sequence[str] | None = None,
+    q_len: int = 4096,
+    title: str | None = None,
+) -> Any:
+    """Returns a matplotlib figure of the tiles of a mask, or of attention weights; a notebook shows it.
+
+    Args:
+        mask_or_q: a mask, as attention() takes it, or a Plan: which tiles are computed whole, under the mask, or not at
+            all. Or, beside `k`, queries (batch, q_heads, q_len, head_dim): how much weight each gives to each key.
+        k: keys (batch, kv_heads, k_len, head_dim).
+        causal, window, score: as for attention(), beside a mask, or of weights.
+        mask, scale: of weights, as for attention().
+        head: which query head to draw; of weights also several.
+        item: of weights: which batch item.
+        span: of weights: positions to draw, (first, end).
+        labels: of weights: a text for each key.
+        q_len: of a mask: how many queries and keys. A Plan has other sizes.
+        title: words above the picture. Default the mask's own.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; or that matplotlib is missing.
+
+    >>> import numpy as np, speedlight as sl
+    >>> [axes.get_xlabel() for axes in sl.view(sl.causal() & sl.window(1024, 0)).axes]
+    ['key position']
+    >>> q = k = np.ones((1, 2, 8, 4), np.float32)
+    >>> [axes.get_title() for axes in sl.view(q, k, head=[0, 1], causal=True).axes]
+    ['head 0', 'head 1', '']
+    """
+    heads = [integer("head", x) for x in (head if np.iterable(head) else [head])]
+    if k is not None:
+        where = None if span is None else (integer("span", span[0]), integer("span", span[1]))
+        options = {"causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
+        of = integer("item", item)
+        return draw_weights(mask_or_q, k, heads, of, where, labels, lambda _: options, title=title)[0]
+    plan = mask_or_q
+    if plan is None:
+        raise ArgumentError("mask_or_q: expected a mask, a Plan, or q beside k; got None.")
+    if mask is not None:
+        raise ArgumentError("mask: expected q and k beside it; got a mask or a Plan. Join masks by &.")
+    if not isinstance(plan, Plan):
+        sizes: dict[str, Any] = {"q_heads": max(0, *heads) + 1, "q_len": q_len, "head_dim": 64}
+        plan = sl.plan(**sizes, causal=causal, window=window, mask=plan, score=score)
+    found = plan.problem.mask
+    own = " and ".join(["causal"] * plan.problem.causal + ([] if found is None else [repr(found.root)]))
+    return tile_map(plan, heads[0], shorten(own, 150) if title is None else title)
+
+
+def pyplot(backend: str | None = "agg") -> Any:
+    """Returns matplotlib.pyplot, which draws into files alone; None: as its user's settings say."""
     try:
         import matplotlib
-
-        matplotlib.use("agg")
-        import matplotlib.pyplot as plt
     except ImportError:
-        raise ArgumentError(
-            f"--output: a picture needs matplotlib. Install it with: {how_to_install('plot')}"
-        ) from None
+        raise ArgumentError(f"matplotlib: a picture needs it. Install it with: {how_to_install('plot')}") from None
+    if backend:
+        matplotlib.use(backend)
+    import matplotlib.pyplot as plt
+
     return plt
 
 
-def check_path(path: Path) -> None:
-    """Raises unless the suffix can be drawn and the directory exists: before any work."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ArgumentError(f"--output: expected a name that ends in {', '.join(SUFFIXES)}; got {path.name!r}.")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"--output: expected a directory that exists; got {path.parent}.")
+def _new_figure(width: float, height: float) -> Any:
+    """Returns a figure that pyplot has forgotten: else a notebook would show it twice."""
+    plt = pyplot(None)
+    figure = plt.figure(figsize=(width, height), layout="constrained")
+    plt.close(figure)
+    return figure
 
 
-def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float, float] = (7.2, 7.0)) -> None:
+def tile_map(plan: Plan, head: int, text: str, *, size: tuple[float, float] = (7.2, 7.0)) -> Any:
     """Draws which tiles are computed whole, under the mask, or skipped: queries downwards, keys to the right.
 
     A small `size`, in inches, has shorter words.
     """
-    plt = pyplot()
+    if not 0 <= head < plan.problem.q_heads:
+        raise ArgumentError(f"head: expected 0 to {plan.problem.q_heads - 1}; got {head}.")
+    figure = _new_figure(*size)
     from matplotlib.patches import Patch
 
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    axes = figure.subplots()
     queries, keys = _draw_tiles(axes, plan, head)
     whole = plan.tile_flops + plan.skipped_flops
     computed = plan.tile_flops / whole if whole else 0.0
@@ -70,13 +131,12 @@ def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float,
     shown = f"a cell: {queries:g} queries x {keys} keys"
     names = {"full": "full: without the mask", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
     handles = [
-        Patch(facecolor=_COLOURS[n], edgecolor="#666666", label=n if small else label) for n, label in names.items()
+        Patch(facecolor=TILE_COLOURS[n], edgecolor="#666666", label=n if small else label) for n, label in names.items()
     ]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9
     )
-    figure.savefig(path, dpi=100 if small else 150)
-    plt.close(figure)
+    return figure
 
 
 def _heads_drawn(problem: Problem, head: int) -> str:
@@ -97,14 +157,9 @@ def _draw_tiles(axes: Any, plan: Plan, head: int) -> tuple[float, int]:
     first, last = p.q_starts[0], p.q_starts[0] + p.q_lengths[0]
     extent = (p.k_start, p.k_start + kinds.shape[1] * keys, first + kinds.shape[0] * queries / p.group, first)
     axes.imshow(
-        kinds,
-        cmap=ListedColormap(list(_COLOURS.values())),
-        vmin=0,
-        vmax=2,
-        interpolation="nearest",
-        aspect="auto",
+        kinds, cmap=ListedColormap(list(TILE_COLOURS.values())), vmin=0, vmax=2, interpolation="nearest", aspect="auto",
         extent=extent,
-    )
+    )  # fmt: skip
     axes.set_xlim(p.k_start, p.k_start + rows.keys)
     axes.set_ylim(last, first)
     for axis in (axes.xaxis, axes.yaxis):
@@ -120,47 +175,41 @@ _FAINTEST = 1e-3
 
 
 def draw_weights(
-    q: np.ndarray,
-    k: np.ndarray,
-    heads: list[int],
-    item: int,
-    span: str | None,
-    labels: Path | None,
-    options: Callable[[int], dict[str, Any]],
-    path: Path,
-) -> dict[str, Any]:
-    """A panel of attention weights for each head: queries downwards, keys to the right. `options` are a head's."""
+    q: Any, k: Any, heads: Sequence[int], item: int, span: tuple[int, int] | None, labels: Sequence[str] | None,
+    options: Callable[[int], dict[str, Any]], *, title: str | None = None, watch: Callable[[], None] = lambda: None,
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
+    """Draws a panel of attention weights for each head: queries downwards, keys to the right. `options` are a head's.
+
+    Returns the figure and what it shows; `watch` is called after each head.
+    """
     if q.ndim != 4 or k.ndim != 4:
         raise ArgumentError(
-            f"--q: expected arrays of shape (batch, heads, length, head_dim); got {q.shape} and {k.shape}."
+            f"q: expected arrays of shape (batch, heads, length, head_dim); got {tuple(q.shape)} and {tuple(k.shape)}."
         )
     fits = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and k.shape[1] and not q.shape[1] % k.shape[1]
     if not fits:
         raise ArgumentError(
-            f"--k: expected shape ({q.shape[0]}, kv heads, length, {q.shape[3]}), with kv heads that divide q's "
-            f"{q.shape[1]} heads; got {k.shape}."
+            f"k: expected shape ({q.shape[0]}, kv heads, length, {q.shape[3]}), with kv heads that divide q's "
+            f"{q.shape[1]} heads; got {tuple(k.shape)}."
         )
-    for name, chosen, most in (("--item", [item], q.shape[0]), ("--head", heads, q.shape[1])):
+    for name, chosen, most in (("item", [item], q.shape[0]), ("head", heads, q.shape[1])):
         if any(not 0 <= x < most for x in chosen):
             raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
     rows, keys = _spans(span, q.shape[2], k.shape[2])
-    tokens = _labels(labels, k.shape[2])
-    plt = pyplot()
-    from matplotlib.colors import LogNorm
-
+    tokens = None if labels is None else [x.replace("$", r"\$") for x in labels]
+    if tokens is not None and len(tokens) != k.shape[2]:
+        raise ArgumentError(f"labels: expected {k.shape[2]}, one for each key; got {len(tokens)}.")
     across = min(len(heads), 3)
     down = -(-len(heads) // across)
     side = 5.6 if len(heads) == 1 else 4.2
-    figure, axes = plt.subplots(
-        down, across, figsize=(side * across + 0.9, side * down + 0.4), layout="constrained", squeeze=False
-    )
+    figure = _new_figure(side * across + 0.9, side * down + 0.4)
+    axes = figure.subplots(down, across, squeeze=False)
+    from matplotlib.colors import LogNorm
+
     drawn, largest = None, []
-    with progress("weights of heads", len(heads)) as advance:
-        cells_of = []
-        for head in heads:
-            cells_of.append(_cells(q, k, item, head, options(head), rows, keys))
-            advance()
-    for place, head, cells in zip(axes.flat, heads, cells_of, strict=False):
+    for place, head in zip(axes.flat, heads, strict=False):
+        cells = _cells(q, k, item, head, options(head), rows, keys)
+        watch()
         largest.append({"head": head, "largest": float(cells.max(initial=0.0))})
         extent = (keys[0] - 0.5, keys[1] - 0.5, rows[1] - 0.5, rows[0] - 0.5)
         faint = np.maximum(cells, _FAINTEST)  # one scale for all heads
@@ -177,13 +226,11 @@ def draw_weights(
         place.set_xlabel("key")
     for place in axes[:, 0]:
         place.set_ylabel("query")
-    figure.suptitle(f"Attention weights, item {item} of the batch", fontsize=11)
+    figure.suptitle(title or f"Attention weights, item {item} of the batch", fontsize=11)
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, pad=0.01)
     bar.set_label("attention weight")
     bar.set_ticks([1e-3, 1e-2, 1e-1, 1.0], labels=["≤ 0.001", "0.01", "0.1", "1"])
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return {"weights": {"item": item, "queries": rows, "keys": keys, "heads": largest}}
+    return figure, {"weights": {"item": item, "queries": rows, "keys": keys, "heads": largest}}
 
 
 def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: int) -> None:
@@ -194,14 +241,8 @@ def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: i
 
 
 def _cells(
-    q: np.ndarray,
-    k: np.ndarray,
-    item: int,
-    head: int,
-    options: dict[str, Any],
-    rows: tuple[int, int],
-    keys: tuple[int, int],
-) -> np.ndarray:
+    q: Any, k: Any, item: int, head: int, options: dict[str, Any], rows: tuple[int, int], keys: tuple[int, int]
+) -> np.ndarray:  # fmt: skip
     """The weights of some rows and keys of a head, computed by rows; where tokens share a cell, the largest."""
     kv_head = head // (q.shape[1] // max(1, k.shape[1]))
     one = k[item : item + 1, kv_head : kv_head + 1]
@@ -215,27 +256,29 @@ def _cells(
     return np.concatenate(bands)
 
 
-def _spans(text: str | None, *lengths: int) -> list[tuple[int, int]]:
+def _spans(span: tuple[int, int] | None, *lengths: int) -> list[tuple[int, int]]:
     """Returns the rows and keys to draw: where one of them is shorter, as many as there are."""
-    if text is None:
+    if span is None:
         return [(0, length) for length in lengths]
+    first, end = span
+    most = max(lengths) if 0 <= first < min(lengths) else min(lengths)
+    if not 0 <= first < min(end, most) or end > most:
+        raise ArgumentError(f"span: expected positions from 0 to {most}, the first below the second; got {span}.")
+    return [(first, min(end, length)) for length in lengths]
+
+
+def span_of(text: str) -> tuple[int, int]:
+    """Returns the span of a text such as "0:40"."""
     try:
         first, end = (int(x) for x in text.split(":"))
     except ValueError:
         raise ArgumentError(f"--span: expected first:end, such as 0:40; got {text!r}.") from None
-    most = max(lengths) if 0 <= first < min(lengths) else min(lengths)
-    if not 0 <= first < min(end, most) or end > most:
-        raise ArgumentError(f"--span: expected positions from 0 to {most}, the first below the second; got {text!r}.")
-    return [(first, min(end, length)) for length in lengths]
+    return first, end
 
 
-def _labels(path: Path | None, length: int) -> list[str] | None:
-    if path is None:
-        return None
+def read_labels(path: Path) -> list[str]:
+    """Returns the lines of a file, a token on each."""
     try:
-        tokens = path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"--labels: {path}: {getattr(error, 'strerror', None) or error}.") from None
-    if len(tokens) != length:
-        raise ArgumentError(f"--labels: expected {length} lines, one for each key; got {len(tokens)} in {path}.")
-    return [t.replace("$", r"\$") for t in tokens]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..errors import FileError
+from ..errors import ArgumentError, FileError
 from ..problem.plan import Plan
 from ..problem.rank_plan import Spread
 
@@ -52,10 +52,23 @@ def print_json(report: Any) -> None:
     print(json.dumps(finite, ensure_ascii=False))
 
 
-def write_json(output: Path, report: Any) -> None:
-    """Writes a report into the file that --output names."""
+def print_report(as_json: bool, figures: Any, rows: Iterable[tuple[str, str]]) -> None:
+    """Prints figures or rows, as --json says."""
+    print_json(figures) if as_json else print_rows(rows)
+
+
+def check_output(output: Path | None, *suffixes: str) -> None:
+    """Raises unless --output can be written: before any work."""
+    if output is not None and suffixes and output.suffix.lower() not in suffixes:
+        raise ArgumentError(f"--output: expected a name that ends in {', '.join(suffixes)}; got {output.name!r}.")
+    if output is not None and not output.parent.is_dir():
+        raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
+
+
+def write_text(output: Path, text: str) -> None:
+    """Writes the file that --output names."""
     try:
-        output.write_text(json.dumps(report, indent=1) + "\n")
+        output.write_text(text)
     except OSError as error:
         raise FileError(f"--output: {output}: {error.strerror or error}.") from error
 

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..host import machine
 from .inspecting import bf16_report, bf16_rows
 from .options import Device, Json, Unit, check_device, on_unit
-from .reports import print_json, print_rows, progress
+from .reports import print_json, print_report, print_rows, progress
 
 _KNOWN = {
     "dtype": ("float16", "bfloat16", "float32"),
@@ -67,10 +67,8 @@ def _reset(unit: machine.Isa, *, as_json: bool) -> None:
     from ..host.tunings import shipped
 
     forgotten = forget_tuning(unit)
-    if as_json:
-        print_json({"isa": unit.name, "forgotten": forgotten})
-    else:
-        print_rows([("forgotten" if forgotten else "nothing kept", f"schedules are {shipped(unit).origin}")])
+    rows = [("forgotten" if forgotten else "nothing kept", f"schedules are {shipped(unit).origin}")]
+    print_report(as_json, {"isa": unit.name, "forgotten": forgotten}, rows)
 
 
 def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:

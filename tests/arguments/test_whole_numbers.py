@@ -121,6 +121,13 @@ def put_into_pages(n):
     return pages
 
 
+def drawn(n):
+    """What is drawn of weights, and of tiles."""
+    x = np.ones((2, 3, 9, 4), np.float32)
+    figures = [sl.view(x, x, head=n(1), item=n(1), span=(n(2), n(5))), sl.view(sl.causal(), q_len=n(300), head=n(0))]
+    return [(axes.get_title(), axes.get_xlim(), axes.get_ylim()) for figure in figures for axes in figure.axes]
+
+
 def over_cache(n, **more):
     q, k = (torch.tensor(x.swapaxes(1, 2)) for x in (Q, K))
     return flash_attn.flash_attn_with_kvcache(q, k.contiguous(), k.contiguous(), **more)
@@ -152,6 +159,7 @@ CALLS = {
     ),
     ("PagedSequence.keep", "start"): lambda n: paged(n, lambda pool, one, n: one.keep([n(1)], start=n(2))),
     ("PagedSequence.truncate", "length"): lambda n: paged(n, lambda pool, one, n: one.truncate(n(2))),
+    ("view", "head item span q_len"): drawn,
     ("append_paged", "k_lengths new_lengths"): put_into_pages,
     ("attention_paged", "q_start"): lambda n: of_pages(n, q_start=n(1), causal=True),
     ("attention_paged", "seed"): lambda n: of_pages(n, dropout=0.5, seed=n(3)),

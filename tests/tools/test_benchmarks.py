@@ -12,10 +12,16 @@ import torch
 
 import speedlight as sl
 from speedlight.tools import measuring, peers
-from speedlight.tools.measuring import Problem, alternate, row_of, wrong
+from speedlight.tools.measuring import alternate, wrong
 
 ROOT = Path(sl.__file__).parent.parent
-SMALL = Problem("float32", 1, 16, 16, False)
+
+
+def row_of(turns, names, *sizes):
+    """A row of the benchmarks' own kind."""
+    import squares
+
+    return squares.row_of(squares.Problem(*sizes or ("float32", 1, 16, 16, False)), turns, names)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +46,7 @@ def test_turns_alternate():
 @pytest.mark.parametrize("broken", [1.0, -1e-3, np.nan, np.inf])
 def test_one_wrong_element_is_seen(broken):
     """Whoever computed it: a peer may be farther away, not anywhere."""
-    arrays = measuring.tensors("float32", 2, 40, 16)
+    arrays = measuring.normal_numbers("float32", *[(1, 2, 40, 16)] * 3)
     out = sl.attention(*arrays, causal=True)
     for got in (out, torch.from_numpy(out), [out]):
         assert wrong(got, *arrays, heads=2, causal=True) is None
@@ -59,14 +65,14 @@ def test_wrong_gradients_are_refused(monkeypatch, at):
 
     backward = sl.attention_backward
     monkeypatch.setattr(sl, "attention_backward", broken)
-    row = row_of(Problem("float32", 1, 300, 16, True, backward=True), 1, ())
+    row = row_of(1, (), "float32", 1, 300, 16, True, True)
     assert row["refused"].startswith("1 of ") and "gflops" not in row
 
 
 def test_wrong_results_are_refused(monkeypatch):
     right = sl.attention
     monkeypatch.setattr(sl, "attention", lambda *arrays, **options: right(*arrays, **options) * 1.1)
-    row = row_of(SMALL, 1, ["torch"])
+    row = row_of(1, ["torch"])
     assert "outside the bound" in row["refused"] and "gflops" not in row
 
 
@@ -77,7 +83,7 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
     monkeypatch.setitem(peers.PEERS, "torch", lambda asked: lambda: asked.q * 2)
     monkeypatch.setitem(peers.PEERS, "flex", lambda asked: lambda: asked.q * np.nan)
     monkeypatch.setitem(peers.PEERS, "jax", missing)
-    row = row_of(SMALL, 1, ["torch", "flex", "jax"])
+    row = row_of(1, ["torch", "flex", "jax"])
     assert not row["ratios"] and row["notes"]["jax"] == "not installed (nothing)"
     assert "another result than ours" in row["notes"]["torch"] and "another" in row["notes"]["flex"]
 
@@ -167,7 +173,8 @@ def test_parts_that_were_not_run_keep_their_rows(tmp_path, monkeypatch, capsys):
     from pictures import roofline
 
     monkeypatch.setattr(run, "RESULTS", tmp_path)
-    monkeypatch.setattr(suite, "PREFILL", [SMALL, SMALL._replace(causal=True, length=32)])
+    small = suite.PREFILL[0]._replace(dtype="float32", heads=1, length=16, head_dim=16, causal=False)
+    monkeypatch.setattr(suite, "PREFILL", [small, small._replace(causal=True, length=32)])
     monkeypatch.setattr(decoding, "DECODE", [(x, 1, 4, 2, 40, 16) for x in ("float32", "bfloat16", "int8")])
     assert run.main(["--only", "prefill,decode", "--quick"]) == 0
     assert run.main(["--only", "prefill,errors", "--quick"]) == 0

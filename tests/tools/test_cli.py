@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,20 +223,11 @@ def test_view_of_weights(here, tmp_path):
 
 
 @pytest.mark.parametrize(("heads", "text"), [(8, "i > j"), (1, " | ".join(["causal()"] * 20))])
-def test_the_title_of_a_map_is_inside(monkeypatch, heads, text):
-    figure = pytest.importorskip("matplotlib.figure")
-    from speedlight.tools.pictures import tile_map
-
-    def saved(self, *_, **__):
-        self.draw_without_rendering()
-        title = self.axes[0].title.get_window_extent()
-        assert title.x0 >= 0 and title.x1 <= self.bbox.x1
-        titles.append(title)
-
-    titles = []
-    monkeypatch.setattr(figure.Figure, "savefig", saved)
-    tile_map(sl.plan(q_heads=heads, q_len=8192, head_dim=64, causal=True), 0, text, Path("none.png"))
-    assert titles
+def test_the_title_of_a_map_is_inside(heads, text):
+    figure = sl.view(sl.plan(q_heads=heads, q_len=8192, head_dim=64, causal=True), title=text)
+    figure.draw_without_rendering()
+    title = figure.axes[0].title.get_window_extent()
+    assert title.x0 >= 0 and title.x1 <= figure.bbox.x1
 
 
 def test_view_refuses_arrays_that_do_not_go_together(here, tmp_path):
@@ -245,7 +235,7 @@ def test_view_refuses_arrays_that_do_not_go_together(here, tmp_path):
     for shape in ((1, 3, 9, 8), (2, 2, 9, 8), (1, 2, 9, 7), (1, 0, 9, 8)):
         np.savez(tmp_path / "a.npz", q=np.ones((1, 4, 5, 8), np.float32), k=np.ones(shape, np.float32))
         done = here("view", tmp_path / "a.npz", "-o", tmp_path / "a.png")
-        assert done.returncode == 2 and "--k: expected shape (1, kv heads, length, 8), with kv heads" in done.stderr
+        assert done.returncode == 2 and "k: expected shape (1, kv heads, length, 8), with kv heads" in done.stderr
 
 
 def test_weights_are_those_of_attention(rng):
@@ -254,23 +244,3 @@ def test_weights_are_those_of_attention(rng):
     weights = sl.reference.weights(q, k, **options)
     np.testing.assert_allclose(weights @ v.repeat(2, axis=1), sl.reference.attention(q, k, v, **options), atol=1e-14)
     assert not sl.reference.weights(q, k, mask=lambda b, h, i, j: j < 0).any()
-
-
-def test_bench(here, tmp_path):
-    words = ["bench", "--q-len", 64, "--head-dim", 16, "--turns", 1, "--dtype", "float32"]
-    done = here(*words, "--peer", "torch", "-o", tmp_path / "r.json")
-    assert done.returncode == 0 and "N64 d16 causal" in done.stdout and "torch" in done.stdout, done.stderr
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert len(report["rows"]) == 2 and all(r["gflops"] > 0 and len(r["ratios"]["torch"]) == 5 for r in report["rows"])
-    missing = json.loads(here(*words, "--peer", "jax", "--json").stdout)
-    assert "jax" in missing["missing"] or "jax" in missing["rows"][0]["ratios"]
-
-
-def test_bench_of_gradients(here, tmp_path):
-    words = ["bench", "--backward", "--q-len", 300, "--head-dim", 16, "--q-heads", 2, "--turns", 1]
-    done = here(*words, "--dtype", "float32", "--dtype", "bfloat16", "-o", tmp_path / "r.json")
-    assert "N300 d16 causal backward" in done.stdout, done.stderr
-    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert len(rows) == 4 and all(len(r["ratios"]["torch"]) == 5 and not r["notes"] for r in rows)
-    assert all(r["kernel"].startswith("backward") and r["gflops"] > 0 for r in rows)
-    assert rows[0]["flops"] == 2 * 300 * 300 * 10 * 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import runpy
@@ -24,9 +25,12 @@ SIZES = ("q_len", "k_len", "batch", "q_heads", "kv_heads", "head_dim", "value_di
 
 
 def test_options_are_called_as_arguments_are():
-    for command in ("plan", "show"):
-        assert set(SIZES) | {"dropout", "seed", "mask", "score", "isa", "backward"} <= set(COMMANDS[command])
-    assert set(SIZES) - {"batch"} <= set(COMMANDS["view"]) and {"q_len", "q_heads", "causal"} <= set(COMMANDS["bench"])
+    listed = {x.name for x in dataclasses.fields(options.ProblemOptions)}
+    assert set(SIZES) | {"dropout", "seed", "mask", "score", "backward", "lengths", "decode"} == listed
+    for command in ("plan", "show", "bench"):
+        own, plans = COMMANDS[command], COMMANDS["plan"]
+        assert {*listed, "isa"} <= set(own) and all(own[name].help == plans[name].help for name in listed)
+    assert set(SIZES) - {"batch"} <= set(COMMANDS["view"])
     for params in COMMANDS.values():
         for name, param in params.items():
             if name in SIZES:
