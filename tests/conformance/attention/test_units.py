@@ -37,12 +37,9 @@ if FULL:
         test_special_values,
     )
     from test_forward import (  # noqa: F401
-        test_fused_qkv_and_out,
-        test_layouts_and_strides,
         test_same_bits_however_it_is_cut,
         test_subnormals_survive,
         test_tied_maxima_are_not_biased,
-        test_what_lies_beside_is_never_read,
     )
 
 BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
