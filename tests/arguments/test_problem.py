@@ -5,12 +5,10 @@ time.
 from __future__ import annotations
 
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import FULL
 
 import speedlight as sl
 
@@ -103,12 +101,6 @@ def test_bad_packing_is_named(name, change):
         sl.attention(q, k, k, layout="lhd", **change)
 
 
-def test_overlap_is_refused():
-    q = np.ones((1, 2, 6, 8), np.float32)
-    with pytest.raises(sl.ArgumentError, match="overlaps k"):
-        sl.attention(q.copy(), q, q.copy(), out=q)
-
-
 def test_the_memo_does_not_soften_checks():
     call = arrays()
     sl.attention(**call, causal=True)
@@ -116,26 +108,6 @@ def test_the_memo_does_not_soften_checks():
         sl.attention(**call, causal=1)
     with pytest.raises(sl.ArgumentTypeError, match="return_lse"):
         sl.attention(**call, causal=True, return_lse=1)
-
-
-@pytest.mark.parametrize("seed", range(10 if FULL else 1))
-def test_generated_calls_raise_and_write_nothing(seed):
-    rng = np.random.default_rng(seed)
-    slow = []
-    for _ in range(1000):
-        name, change, _ = BAD[rng.integers(len(BAD))]
-        call = arrays(q=(2, 4, int(rng.integers(0, 9)), 8)) | change
-        out = call.get("out")
-        if out is None and isinstance(call["q"], np.ndarray) and call["q"].ndim == 4:
-            out = call["out"] = np.full((*call["q"].shape[:3], 5), 7, np.float32)
-        before = None if out is None else out.copy()
-        start = time.perf_counter()
-        with pytest.raises(sl.Error) as caught:
-            sl.attention(**call)
-        slow.append(time.perf_counter() - start)
-        assert str(caught.value).split(":")[0] in (name, "out", "q", "k", "v")
-        assert before is None or (out == before).all()
-    assert np.median(slow) < 0.1  # a hang guard; the time itself is recorded by the benchmarks
 
 
 def test_errors_of_plan():
