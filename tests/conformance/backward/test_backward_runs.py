@@ -8,7 +8,6 @@ import ctypes
 import gc
 import itertools
 import mmap
-import os
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from guarded import Guarded, GuardedNumpy, libc
 from injection import interrupted, needs_places, places, spread
 from problems import DTYPES, flow_of, numpy_dtype, qkv
 from test_backward import NAMES, same
-from threads import count_threads, run, together, up, wait_until
+from threads import count_threads, together, up, wait_until
 
 import speedlight as sl
 from speedlight.arrays.array import describe
@@ -256,29 +255,6 @@ def test_concurrent_callers(many):
             same(call(), want)
 
     together(work, range(100 if FULL else 12))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_forks_while_computing():
-    """Children of a process whose other thread is inside a region, where some wait for others."""
-    count = 50 if FULL else 8
-    code = f"""
-import warnings; warnings.simplefilter("ignore")
-import os, threading, numpy as np, speedlight as sl
-x = np.random.default_rng(0).standard_normal((1, 2, 500, 16)).astype(np.float32)
-out, lse = sl.attention(x, x, x, return_lse=True)
-def call(): return b"".join(y.tobytes() for y in sl.attention_backward(x, x, x, out, lse, x))
-sl.set_threads(3); want, stop, good = call(), [], 0
-def busy():
-    while not stop: call()
-thread = threading.Thread(target=busy); thread.start()
-for n in range({count}):
-    pid = os.fork()
-    if not pid: os._exit(0 if call() == want else 1)
-    good += os.waitpid(pid, 0)[1] == 0
-stop.append(1); thread.join(); print(good)
-"""
-    assert int(run(code)) == count
 
 
 @pytest.fixture
