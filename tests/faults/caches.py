@@ -24,7 +24,7 @@ MUTATIONS = (
                 (new,)""",
         """            if copies == [None]:
                 (new,)""",
-        "tests/conformance/caches/test_keeping.py -k others_share",
+        "tests/properties/test_pages_any_order.py",
     ),
     Mutation(
         "an interrupted path stays half moved",
