@@ -32,6 +32,7 @@ def value(function, **env):
 @pytest.mark.parametrize(
     ("function", "want"),
     [
+        (lambda s, b, h, i, j: -7 // (j - 3) + (-7) % (j - 2), -4 + 2),
         (lambda s, b, h, i, j: i / 2 + 2**j + j**2 + s**0.5 - (~i), 3.5 + 32 + 25 + 0.5**0.5 + 8),
         (lambda s, b, h, i, j: TABLE[h, j - 2] + TABLE[2, 3] + TABLE[b, h], 7 + 11 + 1),
         (lambda s, b, h, i, j: np.float32(2) * i + np.int64(3), 17),
