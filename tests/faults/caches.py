@@ -24,7 +24,7 @@ MUTATIONS = (
                 (new,)""",
         """            if copies == [None]:
                 (new,)""",
-        "tests/properties/test_pages_any_order.py",
+        "tests/conformance/caches/test_keeping.py -k others_share",
     ),
     Mutation(
         "an interrupted path stays half moved",

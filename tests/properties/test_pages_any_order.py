@@ -117,17 +117,12 @@ class PoolMachine(RuleBasedStateMachine):
                     assert stored.swapaxes(0, 1).tobytes() == tokens.tobytes()
 
 
-class PairedPoolMachine(PoolMachine):
-    dtype = "bfloat16"
-
-
 class QuantisedPoolMachine(PoolMachine):
     dtype = "int8"
 
 
-for machine in (PoolMachine, PairedPoolMachine, QuantisedPoolMachine):
+for machine in (PoolMachine, QuantisedPoolMachine):
     machine.TestCase.settings = settings(
         max_examples=300 if FULL else 20, stateful_step_count=50 if FULL else 20, deadline=None
     )
-TestPoolMachine, TestPairedPoolMachine = PoolMachine.TestCase, PairedPoolMachine.TestCase
-TestQuantisedPoolMachine = QuantisedPoolMachine.TestCase
+TestPoolMachine, TestQuantisedPoolMachine = PoolMachine.TestCase, QuantisedPoolMachine.TestCase

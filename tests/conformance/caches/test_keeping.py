@@ -58,6 +58,41 @@ def test_a_path_is_as_if_nothing_else_had_been_appended(rng, dtype, sizes):
             assert used.attend(layer, q, k, v).tobytes() == fresh.attend(layer, q, k, v).tobytes()
 
 
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_path_in_pages_that_others_share(rng, dtype):
+    """Whoever shares them keeps what it has; who is alone needs no page, and gives back what it no longer needs."""
+    pool = made(dtype, layers=2, pages=30)
+    a = pool.sequence()
+    _, k, v = packed(rng, dtype, 300)
+    for layer in (0, 1):
+        pool.append(layer, [a], k[:70], v[:70])
+    for shared in (True, False):
+        for path in PATHS if shared or FULL else PATHS[::2]:
+            others, start = [a.fork()] * shared, a.length()
+            before = [x.tobytes() for other in others for x in (other.keys(1), other.values(1))]
+            for layer in (0, 1):
+                pool.append(layer, [a], k[100:140], v[100:140])
+            others += [a.fork()] * shared
+            tree = [x(1).tobytes() for x in (a.keys, a.values)] * shared
+            want = [
+                np.concatenate([x(1)[:, :start], x(1)[:, [start + n for n in path]]], 1) for x in (a.keys, a.values)
+            ]
+            a.keep(path, start=start)
+            assert [x(1).tobytes() for x in (a.keys, a.values)] == [x.tobytes() for x in want]
+            assert a.length(0) == a.length(1) == start + len(path) and len(a.pages) == -(-a.length() // 16)
+            assert [x.tobytes() for other in others[:1] for x in (other.keys(1), other.values(1))] == before
+            assert [x.tobytes() for other in others[1:] for x in (other.keys(1), other.values(1))] == tree
+            check_accounts(pool, [a, *others])
+            others.clear()
+            check_accounts(pool, [a])
+    q, k, v = packed(rng, dtype, 1)
+    fresh = pool.sequence()
+    keys, values = a.keys(0).swapaxes(0, 1), a.values(0).swapaxes(0, 1)
+    if dtype in FEW and taken(dtype) == dtype:
+        pool.append(0, [fresh], keys, values)
+        assert pool.attend(0, [a], q, k, v).tobytes() == pool.attend(0, [fresh], q, k, v).tobytes()
+
+
 def test_a_full_pool_says_so_and_keeps_what_it_has(rng):
     pool = made(pages=3)
     a = pool.sequence()
