@@ -76,6 +76,12 @@ def test_words_on_vectors(isa, storage):
                 assert (keep == (want >= below)).all()
 
 
+def test_what_is_dropped_of_a_probability():
+    assert philox.drop_below(0.0) == 0 and philox.drop_below(1.0) == 2**32
+    assert philox.drop_below(2.0**-33) == 0 and philox.drop_below(1 - 2.0**-53) == 2**32 - 1
+    assert philox.drop_below(0.1) == 429496729
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_words_are_fair_and_independent(p):
     """Shares of what stays, alone and of pairs of neighbours, within five standard deviations of their means."""
