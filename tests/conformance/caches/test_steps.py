@@ -264,6 +264,20 @@ def test_rows_of_packed_queries_are_where_they_are_now(rng):
                 sequence.free()
 
 
+def test_lengths_that_are_said_are_no_default(rng):
+    """Other lengths of as many rows are another call."""
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv(rng, "float32", 1, 4, 2, 3, 3, D, D))
+
+    def attended(pool, counts):
+        sequences = [pool.sequence() for _ in counts]
+        return pool.attend(0, sequences, q, k, v, new_lengths=counts).tobytes(), [x.length() for x in sequences]
+
+    sizes = {"layers": 1, "pages": 20, "page_size": 16, "kv_heads": 2, "head_dim": D}
+    warm = sl.PagePool(**sizes)
+    for counts in ([1, 2], [2, 1], [1, 2]):
+        assert attended(warm, counts) == attended(sl.PagePool(**sizes), counts) and counts == attended(warm, counts)[1]
+
+
 def test_expressions_with_zeros_of_other_signs_are_others():
     plus, minus = (sl.expression(lambda s, b, h, i, j, z=z: s / z) for z in (0.0, -0.0))
     assert plus != minus and plus == sl.expression(lambda s, b, h, i, j: s / 0.0)
