@@ -8,7 +8,8 @@ MUTATIONS = (
         "cpu/kernels/visibility.py",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 2)",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 1)",
-        "tests/conformance/attention/test_attention.py tests/conformance/attention/test_masks.py -k patterns",
+        "tests/conformance/attention/test_attention.py "
+        "tests/conformance/attention/test_masks.py -k 'patterns or random_expressions'",
     ),
     Mutation(
         "i != j is taken for i < j",
