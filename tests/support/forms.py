@@ -320,11 +320,7 @@ def units(form: Form) -> tuple[str, str]:
     """
     from speedlight.host.machine import host_isas  # all else is public: tests/same_bits.py runs it on any tree
 
-    at = third_of(form)
-    found = [
-        x.name
-        for x in host_isas()
-        if form.dtype != "bfloat16"
-        or (x.product("bf16") == "pairs") == (at % 2 == 1 and host_isas()[0].product("bf16") == "pairs")
-    ]
+    at, of_bf16 = third_of(form), [x.product("bf16") for x in host_isas()]
+    wanted = sorted(set(of_bf16))[at % len(set(of_bf16))]
+    found = [x.name for x, own in zip(host_isas(), of_bf16, strict=True) if form.dtype != "bfloat16" or own == wanted]
     return found[at % len(found)], found[(at + 1) % len(found)]

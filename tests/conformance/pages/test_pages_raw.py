@@ -116,7 +116,7 @@ def test_negated_tensors_are_refused_of_one_row_and_of_several(batch):
         ({"cu_seqlens_q": [0, 1, 2]}, "cu_seqlens_q: expected None"),
         (
             {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd"},
-            "q: expected 2 rows, a query for each sequence; got 3 .* told by cu_seqlens_q=",
+            "q: expected 2 rows, a query for each sequence; got 3 .* give cu_seqlens_q=",
         ),
         (
             {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd", "cu_seqlens_q": [0, 3]},
