@@ -15,6 +15,7 @@ import transformers.masking_utils as theirs
 from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
+from .. import softcap as softcap_pattern
 from ..torch.attending import Options
 
 _CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
@@ -30,6 +31,12 @@ _TENSORS = frozenset(("deepseek_v4",))
 # the padding seen last, of all models: its expression is taken again while masks say the same, as they do from token
 # to token of a generation
 _last_padding: tuple[torch.Tensor, Expression] | None = None
+
+
+@functools.lru_cache(64)
+def softcap_score(softcap: float | None) -> Expression | None:
+    """Returns the score function of a model's softcap: the same one each time."""
+    return None if softcap is None else softcap_pattern(float(softcap))
 
 
 class _Pattern(NamedTuple):
@@ -74,7 +81,7 @@ class MaskSpec:
         self._make_dense = make_dense
         self._dense: torch.Tensor | None = None
         self._options: dict[str, Any] | None = None
-        self._records: dict[float | None, Options] = {}
+        self._records: dict[Any, Options] = {}
         self._in_cache: dict[int | None, Expression | None] = {}
 
     def __repr__(self) -> str:
@@ -138,14 +145,22 @@ class MaskSpec:
             self._options = self._make_options()
         return self._options
 
-    def record(self, scale: float | None) -> Options | None:
+    def record(self, scale: float | None, softcap: float | None) -> Options | None:
         """Returns the options of a call without others; None of packed sequences."""
-        found = self._records.get(scale)
+        found = self._records.get((scale, softcap))
         if found is None:
             options = self.options()
             if "cu_seqlens_q" in options:
                 return None
-            found = self._records[scale] = Options(**options, scale=scale)
+            found = self._records[scale, softcap] = Options(**options, scale=scale, score=softcap_score(softcap))
+        return found
+
+    def step_record(self, length: int | None, scale: float | None, softcap: float | None) -> Options:
+        """Returns the options of a step of a cache, as in_cache() has it."""
+        found = self._records.get((length, scale, softcap))
+        if found is None:
+            given = {"mask": self.in_cache(length), "scale": scale, "score": softcap_score(softcap)}
+            found = self._records[length, scale, softcap] = Options.of_step(True, "bhld", given)
         return found
 
     def _make_options(self) -> dict[str, Any]:
