@@ -39,6 +39,12 @@ def softcap_score(softcap: float | None) -> Expression | None:
     return None if softcap is None else softcap_pattern(float(softcap))
 
 
+@functools.lru_cache(64)
+def _window(left: int | None, right: int | None) -> tuple[int | None, int | None]:
+    """Returns a window: the same object each time, by which a repeated call knows it."""
+    return left, right
+
+
 class _Pattern(NamedTuple):
     """Parts of a mask function; all of them hold."""
 
@@ -175,7 +181,7 @@ class MaskSpec:
         left = None if p.left is None or start + self.q_len - 1 <= p.left else p.left
         right = None if p.right is None or self.k_len - 1 - start <= p.right else p.right
         if left is not None or right is not None:
-            options["window"] = (left, right)
+            options["window"] = _window(left, right)
         masks = [_shift(f, first) for f in p.others]
         if p.packed is not None and "cu_seqlens_q" not in options:
             masks.append(documents(p.packed))

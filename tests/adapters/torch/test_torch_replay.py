@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ from speedlight.cpu.memory.forms import FORM
 from speedlight.cpu.runtime import replay
 
 HEADS, DIM = 4, 32
+WINDOW, BAND, CAPPED = (20, None), sl.window(20, 3) | sl.prefix(2), sl.softcap(2.0)  # known by identity
+BEHIND = sl.padding(np.arange(33) > np.array([[3], [9]]))
 
 
 @pytest.fixture
@@ -82,6 +85,13 @@ FORMS = {
     "decode, a bias of every item": lambda n: (drawn(2, 1, 40 + n), {"score": torch.randn(2, HEADS, 1, 40 + n)}),
     "decode, keys of a wider buffer": lambda n: (cut(n), {}),
     "decode, one batch of keys": lambda n: ([torch.randn(3, HEADS, 1, DIM), *drawn(1, 1, 40 + n)[1:]], {}),
+    "decode, a window": lambda n: (drawn(2, 2, 40 + n), {"window": WINDOW, "causal": True}),
+    "decode, a pattern": lambda n: (drawn(2, 1, 40 + n), {"mask": BAND}),
+    "decode, a function": lambda n: (drawn(2, 3, 40 + n), {"score": CAPPED, "causal": True}),
+    "decode, a pattern and a bias": lambda n: (
+        drawn(2, 1, 40 + n), {"mask": BAND, "score": torch.randn(1, HEADS, 1, 40 + n)}
+    ),
+    "self, a table and a function": lambda n: (drawn(2, 33, 33), {"mask": BEHIND, "score": CAPPED}),
     "self": lambda n: (drawn(2, 33, 33), {}),
     "self, causal": lambda n: (drawn(2, 33, 33), {"causal": True}),
     "self, top-left, a scale": lambda n: (drawn(2, 20, 33), {"causal": "top-left", "scale": 0.1 + n}),
@@ -145,6 +155,46 @@ def test_torch_doors_have_rules_of_their_own(known):
             with pytest.raises(sl.Error, match="v: "):
                 sl.attention(q, k, v[:, :, :39])
     assert used(known) >= 4
+
+
+def test_expressions_are_known_by_identity(known):
+    """Those that are equal, or that a list holds, are Python's; so are functions, and tables of tensors."""
+    torch.manual_seed(0)
+    q, k, v = drawn(2, 1, 40)
+    slopes = torch.linspace(0.1, 1, HEADS).requires_grad_()
+    of_tensor = sl.alibi(slopes)
+    numbers = [2.0]
+    calls = {
+        "known": lambda: sl.attention(q, k, v, score=CAPPED),
+        "equal": lambda: sl.attention(q, k, v, score=sl.softcap(2.0)),
+        "other": lambda: sl.attention(q, k, v, score=sl.softcap(3.0)),
+        "listed": lambda: sl.attention(q, k, v, score=[CAPPED]),
+        "a function": lambda: sl.attention(q, k, v, score=lambda s, b, h, i, j: s * numbers[0]),
+        "a tensor's": lambda: sl.attention(q, k, v, score=of_tensor),
+    }
+    with torch.no_grad():
+        for _ in range(3):
+            for name, call in calls.items():
+                before, want = used(known), by_python(call)
+                same(call(), want)
+                assert used(known) == before or name == "known"
+        assert used(known) >= 1
+        numbers[0] = 5.0
+        same(calls["a function"](), by_python(calls["a function"]))
+        slopes += 1
+        with pytest.raises(sl.Error, match="written to since"):
+            speedlight.torch.attention(q, k, v, score=of_tensor)
+
+
+def test_lookups_past_a_table_are_pythons_errors(known):
+    few = sl.table(np.arange(43.0))
+    score = sl.expression(lambda s, b, h, i, j: s + few[j], "score")
+    with torch.no_grad():
+        for n in range(43, 39, -1):
+            sl.attention(*drawn(2, 1, n), score=score)
+        assert used(known) >= 1
+        with pytest.raises(sl.Error, match="43"):
+            sl.attention(*drawn(2, 1, 44), score=score)
 
 
 def with_hidden(name):
