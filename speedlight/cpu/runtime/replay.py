@@ -267,6 +267,13 @@ def _make_form(
         "counts": call.counts_at, "seed": 0,
     }  # fmt: skip
     words |= more | {f"option{n}": id(x) for n, x in enumerate(options)}
+    numbers, firsts = None, ()
+    if tables is not None and prepared.places[0].first:
+        numbers, firsts = launch.slots[0], (ctypes.c_int64 * len(prepared.places[0].first))(*prepared.places[0].first)
+        words |= {
+            "numbers": numbers.ctypes.data, "number_count": numbers.size, "firsts": ctypes.addressof(firsts),
+            "first_count": len(firsts),
+        }  # fmt: skip
     put, stored, store = prepared.put, None, None
     if put is not None:
         store = put.launch.kernel
@@ -288,7 +295,8 @@ def _make_form(
         words["inside"] = 0 < tensors[1].stride(1) < tensors[1].stride(2)
     needs = {
         "words": len(launch.template), "put": len(stored or ()), "items": call.items.nbytes,
-        "tables": 8 * len(tables or ()), "arrived": 8 * launch.groups,
+        "tables": 8 * len(tables or ()), "numbers": 0 if numbers is None else numbers.nbytes,
+        "arrived": 8 * launch.groups,
         "wrong": 16 * len(launch.lookups), "scratch": launch.scratch_bytes,
     }  # fmt: skip
     if any([needs[part] > PARTS[part] for part in PARTS]):
@@ -297,9 +305,8 @@ def _make_form(
     for name, value in words.items():
         form[FORM.word(name)] = value
     mask, score = (x if type(x) is Expression else None for x in (options.mask, options.score))  # and no array
-    return _Known(
-        form, (tag, options._replace(mask=mask, score=score), prepared, kernel, template, tables, store, stored)
-    )
+    options = options._replace(mask=mask, score=score)
+    return _Known(form, (tag, options, prepared, kernel, template, tables, firsts, store, stored))
 
 
 def _ranges(t: int, x: Any, prepared: Any, grows: bool, torch: Any) -> dict[str, int]:

@@ -83,6 +83,11 @@ FORMS = {
     "decode, a part of a mask": lambda n: (drawn(3, 1, 40 + n), {"mask": seen(3, 1, 1, 90)[..., n : 40 + 2 * n]}),
     "decode, a bias": lambda n: (drawn(2, 1, 40 + n), {"score": torch.randn(1, HEADS, 1, 40 + n)}),
     "decode, a bias of every item": lambda n: (drawn(2, 1, 40 + n), {"score": torch.randn(2, HEADS, 1, 40 + n)}),
+    "decode, a mask of rows": lambda n: (drawn(3, 5, 40 + n), {"mask": seen(3, 1, 5, 40 + n)}),
+    "decode, a part of a mask of rows": lambda n: (
+        drawn(2, 5, 40 + n), {"mask": seen(90, 90)[n : n + 5, n : 40 + 2 * n], "causal": True}
+    ),
+    "decode, a bias of rows with -inf": lambda n: (drawn(2, 16, 1020 + n), {"score": hiding(1, HEADS, 16, 1020 + n)}),
     "decode, keys of a wider buffer": lambda n: (cut(n), {}),
     "decode, one batch of keys": lambda n: ([torch.randn(3, HEADS, 1, DIM), *drawn(1, 1, 40 + n)[1:]], {}),
     "decode, a window": lambda n: (drawn(2, 2, 40 + n), {"window": WINDOW, "causal": True}),
