@@ -90,19 +90,21 @@ def attention_forward(
     if type(attention_mask) is MaskSpec:
         cut = more.get("cu_seq_lens_q")  # packed sequences: another layout
         if cache is s_aux is position_bias is sinks is cut is None and not dropout:
-            record = None
-            if kept is None:
-                record = attention_mask.record(scaling, softcap)
-            else:
+            if kept is not None:
                 out = kept[0].layer.attend_again(query, kept[0], attention_mask, scaling, softcap)
                 if out is not None:
                     return out, None
-            if record is not None:
-                out = replay(None, query, key, value, record)
-                if out is None:
-                    out = attend_again(None, query, key, value, record)
-                if out is not None:
-                    return out.transpose(1, 2).contiguous(), None
+            else:
+                attention_mask = attention_mask.cut()
+                if attention_mask.k_len < key.shape[2]:
+                    key, value = key[:, :, : attention_mask.k_len], value[:, :, : attention_mask.k_len]
+                record = attention_mask.record(scaling, softcap)
+                if record is not None:
+                    out = replay(None, query, key, value, record)
+                    if out is None:
+                        out = attend_again(None, query, key, value, record)
+                    if out is not None:
+                        return out.transpose(1, 2).contiguous(), None
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
         options["score"] = _make_score(softcap, position_bias)

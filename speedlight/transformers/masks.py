@@ -68,8 +68,8 @@ class MaskSpec:
     """
 
     __slots__ = (
-        "__weakref__", "_dense", "_in_cache", "_make_dense", "_options", "_records", "batch", "k_len", "kv_offset",
-        "padded", "pattern", "q_len", "q_offset",
+        "__weakref__", "_cut", "_dense", "_in_cache", "_make_dense", "_options", "_records", "batch", "k_len",
+        "kv_offset", "padded", "pattern", "q_len", "q_offset",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +88,7 @@ class MaskSpec:
         self._dense: torch.Tensor | None = None
         self._options: dict[str, Any] | None = None
         self._records: dict[Any, Options] = {}
+        self._cut: MaskSpec | None = None
         self._in_cache: dict[int | None, Expression | None] = {}
 
     def __repr__(self) -> str:
@@ -150,6 +151,19 @@ class MaskSpec:
         if self._options is None:
             self._options = self._make_options()
         return self._options
+
+    def cut(self) -> MaskSpec:
+        """Returns the mask over the keys up to the last query's; it hides those behind, which a static cache has not
+        taken yet. Itself, if there are none.
+        """
+        if self._cut is None:
+            end = self.q_offset + self.q_len - self.kv_offset
+            if not self.pattern.causal or self.pattern.packed is not None or not 0 < end < self.k_len:
+                return self
+            lengths, offsets = (self.q_len, end), (self.q_offset, self.kv_offset)
+            make = lambda: self.dense()[..., :end]  # noqa: E731
+            self._cut = MaskSpec(self.batch, lengths, offsets, self.pattern, self.padded, make)
+        return self._cut
 
     def record(self, scale: float | None, softcap: float | None) -> Options | None:
         """Returns the options of a call without others; None of packed sequences."""
