@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, ArgumentTypeError, KVCache, UnsupportedError
 from ..arrays.dtypes import CODES, code_cache
-from ..kv.running import run_again
 from ..problem.checks import cache_dtype, checked_sizes, new_totals
 from ..problem.options import Dtype, DtypeName
 from .masks import MaskSpec
@@ -208,7 +207,7 @@ class Layer(theirs.CacheLayerMixin):
             return None
         record = spec.step_record(window, scale, softcap)
         self.waiting = None
-        out = run_again(cache, 0, (query, *new), record, False)
+        out = cache.attend_again(0, (query, *new), record, False)
         if out is None:
             self.waiting = new
             return None
