@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import FULL
-from expressions import LENGTH, scores
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tolerance import assert_within
 
 import speedlight as sl
 from speedlight.expressions.derivative import flows
 from speedlight.expressions.operations import FLOATS, OPERATIONS, Chosen
 from speedlight.expressions.symbols import Symbol, applied
-from speedlight.expressions.tree import Node, convert, evaluate, order, rounding_error
+from speedlight.expressions.tree import convert, evaluate, order, rounding_error
 
 STEP = 1e-6
 # some equal, some whole, some whose quotients are; of integers the same without their fractions
@@ -78,18 +74,6 @@ HEADS, ROWS = (len(LEFT), len(EVERY), len(LEFT)), (1, 1, len(EVERY) * len(LEFT))
 @pytest.mark.filterwarnings("ignore:q of shape")  # a head for each operation is more than models have
 def test_every_operation_on_the_cpu():
     assert_every_operation(sl.attention, by_heads, HEADS)
-
-
-@pytest.mark.skipif(not FULL, reason="kernels of their own")
-@pytest.mark.filterwarnings("ignore:q of shape")
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_operation_in_all_kernels(dtype):
-    def row_by_row(q, k, v, q_start, **options):
-        rows = [sl.attention(q[:, :, :1], k, v, q_start=n, **options)[1] for n in range(q.shape[2])]
-        return None, np.concatenate(rows, axis=2)
-
-    assert_every_operation(row_by_row, by_heads, HEADS, dtype)
-    assert_every_operation(sl.attention, by_rows, ROWS, dtype)
 
 
 def test_rows_are_complete():
@@ -207,46 +191,3 @@ def test_subtrees_are_shared():
     shared = {id(n) for n in own}
     assert len([n for n in new if n.op == "number" and id(n) not in shared]) == 2  # 1 and ln 2
     assert {n.op for n in new} <= {*OPERATIONS, "symbol", "number", "table"}
-
-
-def replaced(root, lookup):
-    """The score with a lookup's entry as the symbol t."""
-    new = {}
-    for node in order(root):
-        args = tuple(new[id(a)] for a in node.args)
-        entry = Node("symbol", node.kind, value="t")
-        new[id(node)] = entry if node is lookup else Node(node.op, node.kind, args, node.value)
-    return new[id(root)]
-
-
-def judged(root, env, name, flow):
-    """A flow against differences on both sides of the symbol `name`, where the score is finite and has no kink."""
-    low, here, high = (evaluate(root, env | {name: env[name] + x}) for x in (-STEP, 0.0, STEP))
-    with np.errstate(all="ignore"):
-        left, right = (here - low) / STEP, (high - here) / STEP
-        want = env["d"] * (high - low) / (2 * STEP)
-        fine = np.isfinite(want) & (np.abs(left - right) <= 1e-3 * (1 + np.abs(left)))
-        endless = [np.isinf(evaluate(x, env)) for x in order(root)]
-    want, flow, fine = np.broadcast_arrays(want, flow, fine)
-    # tanh(-inf · t) is flat, and its chain of derivatives 0 · -inf: NaN, as anywhere
-    fine = fine & ~(np.isnan(flow) & np.any(np.broadcast_arrays(*endless, flow)[:-1], axis=0))
-    size = np.abs(here[np.isfinite(here)]).max(initial=1.0)
-    assert_within(flow[fine], want[fine], 1e-4 * np.abs(want[fine]) + 1e-6 * (1 + size), name, zeros_allowed=True)
-
-
-@settings(max_examples=2000 if FULL else 150, deadline=None)
-@given(scores(4), st.integers(0, 1 << 30))
-def test_random_scores(function, seed):
-    score, rng = sl.expression(function, "score"), np.random.default_rng(seed)
-    back = flows(score.root)
-    i, j = rng.integers(0, LENGTH // 2, (2, 6))
-    s, d = rng.standard_normal((2, 6, 6))
-    env = {"b": np.int64(1), "h": np.int64(3), "i": i[:, None], "j": j[None, :], "s": 2 * s, "d": d}
-    with np.errstate(all="ignore"):
-        for name, lookup, flow in [("s", None, back.s), *(("t", *entry) for entry in back.entries)]:
-            if flow is None:
-                assert (evaluate(score.root, env) == evaluate(score.root, env | {"s": 3 * s})).all()
-                continue
-            root = back.score if lookup is None else replaced(back.score, lookup)
-            entry = {} if lookup is None else {"t": np.broadcast_to(evaluate(lookup, env), s.shape)}
-            judged(root, env | entry, name, np.broadcast_to(evaluate(flow, env), s.shape))

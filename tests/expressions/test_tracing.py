@@ -32,18 +32,8 @@ def value(function, **env):
 @pytest.mark.parametrize(
     ("function", "want"),
     [
-        (lambda s, b, h, i, j: (i + j - 3) * 2 // 5 % 4 - (-i) + abs(j - i), 3 + 7 + 2),
         (lambda s, b, h, i, j: -7 // (j - 3) + (-7) % (j - 2), -4 + 2),
-        (lambda s, b, h, i, j: (i & 3) | (j << 2) ^ (i >> 1), 3 | (20 ^ 3)),
         (lambda s, b, h, i, j: i / 2 + 2**j + j**2 + s**0.5 - (~i), 3.5 + 32 + 25 + 0.5**0.5 + 8),
-        (lambda s, b, h, i, j: sl.where((i > j) & ~(i == j), sl.minimum(i, 3), 0) + sl.maximum(j, 6), 9),
-        (lambda s, b, h, i, j: sl.floor(s * 5) + sl.cast(s * 5, int) + sl.cast(i > 3, float) + (i > 3), 6),
-        (
-            lambda s, b, h, i, j: (
-                sl.exp(s) + sl.exp2(s) + sl.log(s) + sl.log2(s) + sl.tanh(s) + sl.sqrt(s) + sl.sigmoid(s) + sl.abs(-s)
-            ),
-            None,
-        ),
         (lambda s, b, h, i, j: TABLE[h, j - 2] + TABLE[2, 3] + TABLE[b, h], 7 + 11 + 1),
         (lambda s, b, h, i, j: np.float32(2) * i + np.int64(3), 17),
         (
@@ -55,20 +45,14 @@ def value(function, **env):
     ],
 )
 def test_operators(function, want):
-    if want is None:
-        want = (
-            np.exp(0.5) + 2**0.5 + np.log(0.5) + np.log2(0.5) + np.tanh(0.5) + 0.5**0.5 + 1 / (1 + np.exp(-0.5)) + 0.5
-        )
     assert np.isclose(float(value(function)), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda b, h, i, j: i if i > j else j, "use sl.where"),
         (lambda b, h, i, j: (i > j) and (j > 3), "use sl.where"),
         (lambda b, h, i, j: max(i, j) > 3, "use sl.where"),
-        (lambda b, h, i, j: [1, 2][i] > 1, r"lists, dicts, .* sl\.table\(\[…\]\)\[symbol\]"),
         (lambda b, h, i, j: np.arange(4) + i > 1, "sl.table"),
         (lambda b, h, i, j: i.sum() > 1, "no attribute 'sum'"),
         (lambda b, h, i, j: i + j, "expected a bool result"),

@@ -92,7 +92,7 @@ MUTATIONS = (
         "problem/results.py",
         "        if overlap(out, x):\n",
         "        if overlap(out, x) and out.shape == ():\n",
-        "tests/arguments/test_problem.py -k overlap",
+        "tests/arguments/test_arrays.py -k over_an_argument",
     ),
     Mutation(
         "rotary() keeps tables of many tokens",

@@ -12,7 +12,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys past the end of the tile are read",
-        "cpu/kernels/panel_products.py",
+        "cpu/products/outer.py",
         'rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]',
         'rows = [k.at(p["keys"], (j + m) * p["key_row"]) for m in range(s.rows)]',
         "tests/robustness/test_memory.py -k test_guard_pages",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -88,15 +86,3 @@ def test_commands_without_a_gpu(monkeypatch, capsys):
         text = " ".join(capsys.readouterr().err.split())
         assert end.value.code == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, words
     assert run.main(["gpu"]) == 2 and "gpu: expected a CUDA device; PyTorch sees none" in capsys.readouterr().err
-
-
-@INTERPRETED
-@pytest.mark.skipif(not FULL, reason="a process of its own")
-def test_triton_is_interpreted_whoever_imports_it_first(tmp_path):
-    """Its functions are interpreted, or not, from its first import on, which another test module may bring."""
-    (tmp_path / "test_first.py").write_text("import triton.language\n")
-    words = ["-q", "-p", "no:cacheprovider", "-k", "test_a_tile_may_be_given", tmp_path / "test_first.py"]
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", *map(str, words), str(Path(__file__).with_name("test_gpu.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout

@@ -306,39 +306,6 @@ def test_sums_near_the_largest_number(kind, monkeypatch):
     assert held and (endless or kind == "float64")
 
 
-def test_layouts_have_one_bound(rng):
-    """Two items alone, packed, padded, and with length before heads."""
-    alone, lengths = [], ((5, 9), (7, 4))
-    for rows, keys in lengths:
-        q, k, v = qkv(rng, "float32", 1, 4, 2, rows, keys, 8, 3)
-        out, lse = (x.astype(np.float32) for x in reference.attention(q, k, v, return_lse=True, causal=True))
-        alone.append((q, k, v, out, lse, rng.standard_normal(out.shape).astype(np.float32), lse))
-    want = [reference.backward_bound(*x, causal=True) for x in alone]
-    packed = [np.concatenate([x[n][0] for x in alone], axis=1) for n in range(7)]
-    cu = {f"cu_seqlens_{name}": np.cumsum([0, *n]) for name, n in zip("qk", zip(*lengths, strict=True), strict=True)}
-    swapped = (x.swapaxes(0, 1) if x.ndim == 3 else x for x in packed)
-    got = reference.backward_bound(*swapped, causal=True, layout="lhd", **cu)
-    for n in range(3):
-        joined = np.concatenate([x[n][0].swapaxes(0, 1) for x in want])
-        assert np.array_equal(got[n], joined) and joined.all()
-    padded = []
-    for n in range(7):
-        longest = max(x[n].shape[2] for x in alone)
-        filled = np.full((2, *alone[0][n].shape[1:2], longest, *alone[0][n].shape[3:]), np.nan, np.float32)
-        for item, x in enumerate(alone):
-            filled[item, :, : x[n].shape[2]] = x[n][0]
-        padded.append(filled)
-    own = {f"{name}_lengths": n for name, n in zip("qk", zip(*lengths, strict=True), strict=True)}
-    got = reference.backward_bound(*padded, causal=True, **own)
-    other = (x.swapaxes(1, 2) if x.ndim == 4 else x for x in padded)
-    again = reference.backward_bound(*other, causal=True, layout="blhd", **own)
-    for n in range(3):
-        for item, x in enumerate(want):
-            assert np.array_equal(got[n][item][:, : x[n].shape[2]], x[n][0])
-            assert not got[n][item][:, x[n].shape[2] :].any()
-        assert np.array_equal(again[n].swapaxes(1, 2), got[n])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_hidden_is_in_no_bound(rng, kind):
     """NaN and infinities that nobody sees; and those that are seen only reach where they come out."""

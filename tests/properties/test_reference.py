@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-from conftest import HELPERS, SUPPORT
 from problems import qkv
-from tolerance import assert_accurate, assert_within
+from tolerance import assert_within
 
 import speedlight as sl
 from speedlight import reference
@@ -63,20 +59,9 @@ def test_the_harness_sees_broken_results(rng, break_it):
         assert_within(out, want, bound)
 
 
-def test_asserts_of_the_harness_say_what_differs():
-    """They are in modules that tests import."""
-    here = [x for name, x in sys.modules.items() if name in HELPERS and Path(x.__file__ or "").parent == SUPPORT]
-    assert {x.__name__ for x in here} >= {"engines", "problems", "tolerance"}
-    assert {type(x.__loader__).__name__ for x in here} == {"AssertionRewritingHook"}
-
-
 def test_nan_in_the_result_never_passes_a_bound_of_nan(rng):
     with pytest.raises(AssertionError):
         assert_within(np.array([1.0]), np.array([2.0]), np.array([np.nan]))
-
-
-def test_accurate_end_to_end(rng):
-    assert_accurate(*qkv(rng, "float32", 1, 2, 1, 30, 200, 32, 32))
 
 
 def test_rows_are_summed_in_pairs():

@@ -92,71 +92,62 @@ def test_a_pools_worker_may_raise_any_error():
         assert (caught.value.needed, caught.value.free) == (17, 16)
 
 
-@pytest.mark.parametrize("with_torch", [False, True] if FULL else [True])
-def test_forks_while_computing(with_torch):
-    """Children and grandchildren of a process whose other thread is inside a region."""
-    code = (
-        ("import torch\n" if with_torch else "")
-        + BIG
-        + (
-            "import os, threading\nfrom speedlight.cpu.runtime import workers\n"
-            "sl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
-            "def busy():\n    while not stop: sl.attention(q, q, q)\n"
-            "t = threading.Thread(target=busy); t.start()\nok = 0\n"
-            f"for i in range({50 if FULL else 5}):\n"
-            "    pid = os.fork()\n"
-            "    if pid == 0:\n"
-            "        good = workers._region == [None] and sl.attention(q, q, q).tobytes() == want\n"
-            "        inner = os.fork()\n"
-            "        if inner == 0: os._exit(0 if sl.attention(q, q, q).tobytes() == want else 1)\n"
-            "        os._exit(0 if good and os.waitpid(inner, 0)[1] == 0 else 1)\n"
-            "    ok += os.waitpid(pid, 0)[1] == 0\n"
-            "stop = True; t.join(); print(ok)"
-        )
-    )
-    code = "import warnings; warnings.simplefilter('ignore')\n" + code
-    assert int(run(code)) == (50 if FULL else 5)
+ATTENDING = BIG + "sl.set_threads(2)\ndef call(): return sl.attention(q, q, q).tobytes()\n"
+GRADIENTS = """x = q[:, :2, :500, :16].copy()
+out, lse = sl.attention(x, x, x, return_lse=True)
+sl.set_threads(3)
+def call(): return b"".join(y.tobytes() for y in sl.attention_backward(x, x, x, out, lse, x))
+"""
+ROOFS = """from speedlight.cpu.runtime import compile, roof
+roof.bandwidth = lambda *_: 1e9
+plan = sl.plan(q_heads=1, q_len=8, head_dim=8)
+def call():
+    with compile.lock: roof._known.clear(); roof._kernels.cache_clear()
+    plan.measured()
+"""
+TRACING = """x = np.ones((1, 1, 8, 4), np.float32)
+def call(): return sl.attention(x, x, x, mask=lambda b, h, i, j: i >= j).tobytes()
+"""
+BUSY = {  # what another thread of the parent is at, and how many children there are
+    "regions": ("import torch\n" + ATTENDING, 50 if FULL else 5),
+    **({"regions, no torch": (ATTENDING, 50)} if FULL else {}),
+    "tasks that wait for others": (BIG + GRADIENTS, 50 if FULL else 8),
+    "roofs, under LLVM's lock": (BIG + ROOFS, 100 if FULL else 4),
+    "masks that are traced": (BIG + TRACING, 400 if FULL else 8),
+}
+FORKS = """
+import os, signal, threading, time, warnings
+warnings.simplefilter("ignore")
+want, stop, ended = call(), [], 0
+def busy():
+    while not stop: call()
+def right(): return workers._region == [None] and call() == want
+thread = threading.Thread(target=busy)
+thread.start()
+for n in range(COUNT):
+    time.sleep(0.001 * (n % 3))
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        good, inner = right(), os.fork()
+        if not inner:
+            signal.alarm(20)
+            os._exit(not right())
+        os._exit(not good or os.waitpid(inner, 0)[1] != 0)
+    ended += os.waitpid(pid, 0)[1] == 0
+stop.append(1)
+thread.join()
+print(ended)
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_forks_while_roofs_are_measured():
-    """A child must not find LLVM's lock taken by a thread that it does not have."""
-    code = (
-        "import os, signal, threading, warnings; import speedlight as sl\n"
-        "from speedlight.cpu.runtime import compile, roof\n"
-        "warnings.simplefilter('ignore'); roof.bandwidth = lambda *_: 1e9\n"
-        "plan = sl.plan(q_heads=1, q_len=8, head_dim=8); str(plan); stop = []\n"
-        "def measure():\n"
-        "    with compile.lock: roof._known.clear(); roof._kernels.cache_clear()\n"
-        "    plan.measured()\n"
-        "def other():\n    while not stop: measure()\n"
-        "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
-        f"for n in range({100 if FULL else 4}):\n"
-        "    pid = os.fork()\n"
-        "    if not pid: signal.alarm(20); measure(); os._exit(0)\n"
-        "    hung += os.waitpid(pid, 0)[1] != 0\n"
-        "stop.append(1); thread.join(); print(hung)"
-    )
-    assert run(code, SPEEDLIGHT_CACHE="0").strip() == "0"
-
-
-def test_forks_while_masks_are_traced():
-    """Nothing that a mask's properties are computed under may be left locked in a child."""
-    code = (
-        "import os, signal, threading, time, warnings; import numpy as np, speedlight as sl\n"
-        "warnings.simplefilter('ignore')\n"
-        "x = np.ones((1, 1, 8, 4), np.float32)\n"
-        "def call(): sl.attention(x, x, x, mask=lambda b, h, i, j: i >= j)\n"
-        "call(); stop = []\n"
-        "def other():\n    while not stop: call()\n"
-        "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
-        f"for n in range({400 if FULL else 8}):\n"
-        "    time.sleep(0.001 * (n % 3)); pid = os.fork()\n"
-        "    if not pid: signal.alarm(20); call(); os._exit(0)\n"
-        "    hung += os.waitpid(pid, 0)[1] != 0\n"
-        "stop.append(1); thread.join(); print(hung)"
-    )
-    assert run(code).strip() == "0"
+@pytest.mark.parametrize("what", BUSY)
+def test_forks_while_another_thread_is_busy(what):
+    """Children and grandchildren compute: no lock is theirs that a thread holds which they do not have."""
+    code, count = BUSY[what]
+    environment = {"SPEEDLIGHT_CACHE": "0"} if what.startswith("roofs") else {}
+    assert int(run(code + FORKS.replace("COUNT", str(count)), **environment)) == count
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

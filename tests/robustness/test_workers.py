@@ -69,11 +69,6 @@ def test_environment_variables_are_checked():
         assert run(code, **{name: value}).strip() == name
 
 
-def test_set_threads_counts():
-    sl.set_threads(3)
-    assert workers.get_threads() == 3
-
-
 def test_no_more_threads_than_cpus(monkeypatch):
     """Threads that share a CPU wait for each other in the middle of tasks: they are neither planned for nor woken."""
     monkeypatch.setattr(workers, "_limit", lambda: 2)

@@ -82,7 +82,7 @@ ERRORS = [
         "plan --q-len 5 --dropout .5",
         "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7.",
     ),
-    ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
+    ("plan --q-len 5 --isa sse2", "--isa: expected one of amx, avx512bf16"),
     ("plan --q-len 5 --device tpu", "--device: expected "),
     ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
     ("show --ir --asm", "--asm: expected either"),

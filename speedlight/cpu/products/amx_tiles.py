@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...problem.problem import TILE
 from ..language import conversions
 from ..language.prototypes import prototype
 from ..language.vector import F32, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
+from ..memory.records import TILE
 from ..memory.shape import Shape
 from .bf16_pairs import Bf16Pairs
 from .outer import VALUE, Check, Fetch

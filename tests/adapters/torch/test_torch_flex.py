@@ -59,25 +59,6 @@ def documents(ids, offsets, inner):
     return mask
 
 
-def natten(width, kernel):
-    def mask(b, h, q_idx, kv_idx):
-        q_x, q_y = q_idx // width, q_idx % width
-        kv_x, kv_y = kv_idx // width, kv_idx % width
-        center_x = q_x.clamp(kernel // 2, (width - 1) - kernel // 2)
-        center_y = torch.clamp(q_y, kernel // 2, (width - 1) - kernel // 2)
-        return ((center_x - kv_x).abs() <= kernel // 2) & (torch.abs(center_y - kv_y) <= kernel // 2)
-
-    return mask
-
-
-def dilated(size, step):
-    def mask(b, h, q_idx, kv_idx):
-        diff = q_idx - kv_idx
-        return torch.logical_and(diff >= 0, diff <= size) & (diff % step == 0)
-
-    return mask
-
-
 def paged(tables, page, inner):
     """Of physical positions, as attention-gym converts a mask: what a page holds in the sequence of each item."""
 
@@ -99,52 +80,19 @@ def alibi(slopes):
     return score_mod
 
 
-def softcap(cap):
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return cap * torch.tanh(score / cap)
-
-    return score_mod
-
-
-def t5(table, buckets=16, most=64):
-    def score_mod(score, b, h, q_idx, kv_idx):
-        n = torch.maximum(q_idx - kv_idx, torch.zeros_like(q_idx))
-        exact = buckets // 2
-        far = exact + (torch.log(n.to(torch.float32).clamp(min=1) / exact) / math.log(most / exact) * exact).to(
-            torch.int64
-        )
-        bucket = torch.where(n < exact, n, torch.minimum(far, torch.full_like(far, buckets - 1)))
-        return score + table[bucket, h]
-
-    return score_mod
-
-
 def dense_bias(bias):
     return lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx]
-
-
-def temperature(factor):
-    return lambda score, b, h, q_idx, kv_idx: score * factor
 
 
 def relative(score, b, h, q_idx, kv_idx):
     return score + (q_idx - kv_idx) / 16
 
 
-def checkerboard(score, b, h, q_idx, kv_idx):
-    score = torch.where((kv_idx - q_idx).abs() % 2 == 1, score * 0.5, score)
-    return torch.where(kv_idx == q_idx, -float("inf"), score)
-
-
 PAGES = torch.stack([torch.randperm(LENGTH // 16, generator=GENERATOR), torch.full((LENGTH // 16,), -1)])
 PAGES[1, :4] = torch.tensor([2, 0, 3, 1])
 CASES = {
     "alibi, causal": (alibi, (random(HEADS),), causal),
-    "softcap, sliding": (lambda: softcap(20.0), (), sliding(40)),
-    "T5, prefix": (t5, (random(16, HEADS),), prefix_lm(torch.tensor([7, 70]))),
     "bias, documents": (dense_bias, (random(BATCH, HEADS, LENGTH, LENGTH),), documents(DOCUMENTS, OFFSETS, causal)),
-    "temperature, NATTEN": (temperature, (torch.tensor(1.5),), natten(SIDE, 5)),
-    "checkerboard, dilated": (lambda: checkerboard, (), flex.and_masks(dilated(60, 3), causal)),
     "relative, paged": (lambda: relative, (), paged(PAGES, 16, causal)),
 }
 
@@ -168,7 +116,7 @@ def formulation(q, k, v, score_mod, block_mask, scale=None):
     return out, lse * math.log(2)
 
 
-BACKWARD = list(CASES) if FULL else list(CASES)[::3]  # whose gradients are looked at
+BACKWARD = list(CASES) if FULL else list(CASES)[:2]  # whose gradients are looked at
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -207,8 +155,6 @@ MASKS = {
     "sliding": sliding(33),
     "prefix": prefix_lm(torch.tensor([7, 70])),
     "documents": documents(DOCUMENTS, OFFSETS, causal),
-    "NATTEN": natten(SIDE, 5),
-    "dilated": dilated(60, 3),
     "paged": paged(PAGES, 16, causal),
     "heads": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 8 * (h + 1),
     "everything": flex.noop_mask,
@@ -343,7 +289,9 @@ REFUSED = [
     (lambda: flex_attention(X, X.double(), X), TypeError, "key: expected dtype float32"),
     (lambda: flex_attention(X, X[..., :8], X), ValueError, "key: expected head_dim 16"),
     (lambda: flex_attention(X.numpy(), X, X), TypeError, "query: expected a tensor"),
-    (lambda: flex_attention(X, X, X, block_mask=causal), TypeError, "block_mask: expected a BlockMask"),
+    (lambda: flex_attention(X, X, X[:, :3]), ValueError, "^value: expected .* as key has"),
+    (lambda: flex_attention(X, X, X, 2.0), TypeError, "^score_mod: expected a function"),
+    (lambda: flex_attention(X, X, X, block_mask=causal), TypeError, "^block_mask: .* a BlockMask.* create_block_mask"),
     (lambda: flex_attention(X, X, X, block_mask=made(9, 8)), ValueError, "got shape .*9, 8"),
     (lambda: flex_attention(X, X, X, block_mask=made(8, 8, 3)), ValueError, "broadcast to batch 2, 4 heads"),
     (lambda: flex_attention(X, X, X, block_mask=made(8, 8)[:, :, 0]), ValueError, "got a slice"),
@@ -359,6 +307,15 @@ REFUSED = [
         "flex.py.*torch.lgamma",
     ),
     (lambda: create_block_mask(lambda s, b, h, i, j: s, 1, 1, 8, 8), sl.ExpressionError, "arguments"),
+    (
+        lambda: create_block_mask(causal, 1, 1, 8, 8, BLOCK_SIZE=2.5),
+        sl.Error,
+        "^BLOCK_SIZE: expected an int from 1",
+    ),
+    (lambda: create_block_mask(causal, 1, 1, 8, 8, BLOCK_SIZE=(1, 2, 3)), sl.Error, "^BLOCK_SIZE: expected .*, or two"),
+    (lambda: create_block_mask(causal, True, 1, 8, 8), sl.Error, "^B: expected an int from 1; got True"),
+    (lambda: create_block_mask(causal, 1, 1, 8, 8, "foo"), sl.Error, "^device: expected a device of PyTorch's"),
+    (lambda: create_block_mask(3, 1, 1, 8, 8), sl.Error, "^mask_mod: expected a function"),
     (lambda: create_block_mask(causal, 1, 1, 8.0, 8), ValueError, "Q_LEN: expected an int"),
     (lambda: create_block_mask(causal, 1, 0, 8, 8), ValueError, "H: expected an int"),
     (lambda: create_block_mask(lambda b, h, i, j: X[0, 0, 0][j + 9] >= 0, 1, 1, 8, 8), ValueError, "expected index 1"),
@@ -374,50 +331,6 @@ def test_refused(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()
     assert isinstance(caught.value, sl.Error)
-
-
-@pytest.mark.skipif(not FULL, reason="one dtype is enough for a short run")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_dtypes(dtype):
-    q, k, v = (x.requires_grad_() for x in tensors(dtype=dtype))
-    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu")
-    out = flex_attention(q, k, v, softcap(20.0), mask, enable_gqa=True)
-    assert out.dtype == dtype
-    wide = [doubled(x) for x in (q, k, v)]
-    want, _ = formulation(*wide, softcap(20.0), mask)
-    out.sum().backward()
-    want.sum().backward()
-    near = {torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    for x, y in zip((out, q.grad, k.grad, v.grad), (want, *(x.grad for x in wide)), strict=True):
-        assert_within(x, y.detach().numpy(), np.full(y.shape, near * max(1.0, float(y.abs().max()))))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"BLOCK_SIZE": 2.5}, "BLOCK_SIZE: expected an int from 1; got 2.5"),
-        ({"BLOCK_SIZE": (1, 2, 3)}, "BLOCK_SIZE: expected an int from 1, or two"),
-        ({"B": True}, "B: expected an int from 1; got True"),
-        ({"device": "foo"}, "device: expected a device of PyTorch's"),
-        ({"mask_mod": 3}, "mask_mod: expected a function"),
-    ],
-)
-def test_wrong_arguments_of_block_masks(wrong, message):
-    given = {"mask_mod": lambda b, h, i, j: i >= j, "B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu"}
-    with pytest.raises(sl.Error, match=f"^{message}"):
-        create_block_mask(**{**given, **wrong})
-
-
-def test_errors_name_the_callers_arguments():
-    q, k, v = tensors()
-    for call, message in (
-        (lambda: flex_attention(q, k.double(), v, enable_gqa=True), "key: expected dtype float32, as query has"),
-        (lambda: flex_attention(q, k, v[:, :, :3], enable_gqa=True), "value: expected .* as key has"),
-        (lambda: flex_attention(q, k, v, 2.0, enable_gqa=True), "score_mod: expected a function"),
-        (lambda: flex_attention(q, k, v, None, lambda b, h, i, j: i > j), "block_mask: .* Use create_block_mask"),
-    ):
-        with pytest.raises(sl.Error, match=f"^{message}"):
-            call()
 
 
 def test_causal_beside_other_terms_is_the_kernels_own():

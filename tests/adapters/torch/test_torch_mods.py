@@ -36,16 +36,6 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-def dilated(window, dilation):
-    """Both ways (LongNet, attention-gym)."""
-
-    def mask(b, h, q_idx, kv_idx):
-        distance = torch.abs(q_idx - kv_idx)
-        return (distance <= window) & (distance % dilation == 0)
-
-    return mask
-
-
 def longformer(radius, is_global):
     """Global tokens see everything, and everything sees them (arXiv:2004.05150)."""
     return flex.or_masks(
@@ -106,18 +96,6 @@ def tree(prefix, ancestors):
     return mask
 
 
-def block_diffusion(length, block):
-    """Noised tokens, then clean ones (BD3-LM, arXiv:2503.09573)."""
-
-    def mask(b, h, q_idx, kv_idx):
-        q_noised, k_noised = q_idx < length, kv_idx < length
-        q_block, k_block = (q_idx % length) // block, (kv_idx % length) // block
-        same = (q_block == k_block) & (q_noised == k_noised)
-        return same | ((q_block > k_block) & q_noised & ~k_noised) | ((q_block >= k_block) & ~q_noised & ~k_noised)
-
-    return mask
-
-
 def near(q, k, size, kernel):
     """NATTEN's window along an axis: centred, moved inside at the ends."""
     return (q.clamp(kernel // 2, size - 1 - kernel // 2) - k).abs() <= kernel // 2
@@ -129,13 +107,6 @@ def natten(kernel, coordinates):
         return near(q_x, k_x, SIDE, kernel) & near(q_y, k_y, SIDE, kernel)
 
     return mask
-
-
-def tiled(i, tile=4):
-    """Coordinates where tiles of the picture lie one after another."""
-    which, within = i // (tile * tile), i % (tile * tile)
-    rows = SIDE // tile
-    return (which % rows) * tile + within % tile, (which // rows) * tile + within // tile
 
 
 def morton(i):
@@ -171,23 +142,6 @@ def sliding_tiles(canvas, kernel, tile, text):
     return mask
 
 
-def sparse_video(prompt, frame, width, spatial):
-    """Sparse VideoGen's two kinds of heads (arXiv:2502.01776)."""
-
-    def mask(b, h, q_idx, kv_idx):
-        first = (q_idx < prompt) | (kv_idx < prompt)
-        if spatial:
-            return first | (torch.abs(q_idx - kv_idx) < math.floor(width * frame / 4) * 4)
-        return first | (torch.abs((q_idx - prompt) % frame - (kv_idx - prompt) % frame) < width)
-
-    return mask
-
-
-def chosen_tiles(chosen, tile):
-    """Tiles of keys that a coarse pass chose for each tile of queries (VSA, NSA, MoBA)."""
-    return lambda b, h, q_idx, kv_idx: chosen[b, h, q_idx // tile, kv_idx // tile]
-
-
 def voxels(places, radius):
     """Voxels near each other in space, wherever they lie in the list; rows of coordinates."""
 
@@ -198,32 +152,18 @@ def voxels(places, radius):
     return mask
 
 
-def blockwise_causal(sizes):
-    """Of several scales, each of which sees itself and those before it (VAR)."""
-    level = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return lambda b, h, q_idx, kv_idx: level[q_idx] >= level[kv_idx]
-
-
 ANCESTORS = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]).bool()
 IDS = torch.repeat_interleave(torch.arange(4), torch.tensor([16, 20, 8, 20]))
 MASKS = {
-    "dilated": dilated(20, 3),
     "Longformer": longformer(5, torch.rand(LENGTH, generator=GENERATOR) < 0.1),
     "StreamingLLM": streaming(4, 10),
     "Flamingo": flamingo(torch.tensor([[0, 9], [9, 40], [40, 64], [70, 70]]), torch.arange(LENGTH) // 16),
     "transfusion": transfusion(torch.tensor([[[3, 9], [30, 20]], [[0, 5], [64, 0]]])),
     "shared prefix": shared_prefix(IDS, torch.tensor([0, 16, 36, 44, 64]), torch.tensor([0, 0, 2, 2])),
     "tree": tree(LENGTH - 7, ANCESTORS),
-    "block diffusion": block_diffusion(LENGTH // 2, 4),
-    "NATTEN": natten(3, lambda i: (i // SIDE, i % SIDE)),
-    "NATTEN, tiled": natten(5, tiled),
     "NATTEN, Morton": natten(5, morton),
     "STA": sliding_tiles((4, 4, 3), (2, 4, 1), (2, 2, 1), 9),
-    "SVG, spatial": sparse_video(6, 9, 2, True),
-    "SVG, temporal": sparse_video(6, 9, 2, False),
-    "chosen tiles": chosen_tiles(torch.rand(BATCH, HEADS, 4, 4, generator=GENERATOR) < 0.5, 16),
     "voxels": voxels(torch.randint(0, 9, (LENGTH, 3), generator=GENERATOR), 2),
-    "VAR": blockwise_causal([1, 4, 9, 16, 34]),
 }
 
 
@@ -232,21 +172,6 @@ MASKS = {
 
 def alibi_of_exponents(score, b, h, q_idx, kv_idx):
     return score + (kv_idx - q_idx) * torch.exp2(-((h + 1) * 8.0 / HEADS))
-
-
-def softcap_by_exp(cap):
-    """tanh as those write it who have none."""
-    return lambda score, b, h, q_idx, kv_idx: cap * (1 - 2 / (torch.exp(2 * score / cap) + 1))
-
-
-def softcap_rational(cap):
-    """Padé's approximation of tanh, clamped."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        x = torch.clamp(score / cap, -3.0, 3.0)
-        return cap * x * (27 + x * x) / (27 + 9 * x * x)
-
-    return score_mod
 
 
 def t5_bidirectional(table, buckets=16, most=32):
@@ -285,15 +210,6 @@ def graphormer(of_distance, of_edge, distances, types, lengths):
     return score_mod
 
 
-def sandwich(table):
-    """Sums of cosines of distances, compressed by head (arXiv:2212.10356)."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        return score + table[q_idx - kv_idx + LENGTH - 1] * (HEADS / (8 * (h + 1)))
-
-    return score_mod
-
-
 def kerple(r1, r2):
     """KERPLE's logarithms (arXiv:2205.09921)."""
     return lambda score, b, h, q_idx, kv_idx: score - r1[h] * torch.log(1 + r2[h] * (q_idx - kv_idx).abs())
@@ -316,11 +232,6 @@ def tisa(heights, widths, centers):
     return score_mod
 
 
-def another_activation(score, b, h, q_idx, kv_idx):
-    """log(f(s) + 1) makes the softmax's numerator f(s) + 1."""
-    return torch.log(torch.relu(score) + 1.0)
-
-
 def of_log_length(score, b, h, q_idx, kv_idx):
     return score * torch.log2(q_idx.to(torch.float32) + 2.0)
 
@@ -329,18 +240,14 @@ DISTANCES = torch.randint(0, 5, (BATCH, LENGTH, LENGTH), generator=GENERATOR)
 TYPES = torch.randint(0, 3, (BATCH, LENGTH, LENGTH, 2), generator=GENERATOR)
 SCORES = {
     "ALiBi of exponents": (lambda: alibi_of_exponents, ()),
-    "softcap by exp": (lambda: softcap_by_exp(4.0), ()),
-    "softcap, Padé": (lambda: softcap_rational(4.0), ()),
     "T5, both ways": (t5_bidirectional, (random(16, HEADS),)),
     "Swin": (swin, (random((2 * SIDE - 1) ** 2, HEADS),)),
     "Graphormer": (
         lambda x, y: graphormer(x, y, DISTANCES, TYPES, DISTANCES.clamp(max=2)), (random(HEADS, 5), random(HEADS, 2, 3))
     ),
-    "Sandwich": (sandwich, (random(2 * LENGTH - 1),)),
     "KERPLE": (kerple, (random(HEADS).abs(), random(HEADS).abs())),
     "forgetting": (forgetting, (random(BATCH, HEADS, LENGTH),)),
     "TISA": (tisa, (random(HEADS, 2), 0.01 * random(HEADS, 2), random(HEADS, 2))),
-    "another activation": (lambda: another_activation, ()),
     "log of the length": (lambda: of_log_length, ()),
 }  # fmt: skip
 

@@ -103,24 +103,6 @@ def test_batched_flows(results):
         assert_equal(x, y)
 
 
-@pytest.mark.skipif(not FULL, reason="further operations of PyTorch's, three deep")
-def test_vectorized_jacobians():
-    k, v = drawn(1, 2, 4, 8, seed=1), drawn(1, 2, 4, 8, seed=2)
-    jacobian, hessian = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
-
-    def attend(q):
-        return speedlight.torch.attention(q, k, v)
-
-    q = drawn(1, 2, 3, 8)
-    assert_equal(jacobian(attend, q, vectorize=True), jacobian(attend, q))
-    loss = lambda q: attend(q).sin().sum()  # noqa: E731
-    assert_equal(hessian(loss, q, vectorize=True), hessian(loss, q))
-    inner = lambda q: jacobian(attend, q, vectorize=True, create_graph=True)  # noqa: E731
-    one = q[:, :1, :2]
-    k, v = k[:, :1], v[:, :1]
-    assert_equal(jacobian(inner, one, vectorize=True), jacobian(inner, one))
-
-
 # --- FlexAttention in graphs
 
 

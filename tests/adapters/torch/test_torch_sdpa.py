@@ -267,17 +267,6 @@ def test_refused(name):
         attend(*arguments(drawn(2, 3, 4, 8)), **options)
 
 
-def test_autocast():
-    """As PyTorch's: everything in bfloat16."""
-    q = drawn(2, 3, 40, 16, dtype=torch.float32, grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attend(q, q, q, torch.zeros(40, 40))
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, attend(*[q.detach().bfloat16()] * 3, torch.zeros(40, 40)))
-    out.sum().backward()
-    assert q.grad.dtype == torch.float32
-
-
 def peak(run):
     """What a call takes beyond what is there, at most, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")

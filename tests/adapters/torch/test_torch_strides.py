@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch.nn import functional
@@ -99,32 +97,3 @@ def test_graphs_are_told_how_results_lie(laid):
         ops.attention_backward_op, (*given, None, [], arguments[5], None, []),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
-
-
-class Block(torch.nn.Module):
-    """Attention as many models have it: it views what comes out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.last = torch.nn.Linear(H * D, 3 * H * D), torch.nn.Linear(H * D, H * D)
-
-    def forward(self, x, attend):
-        b, n, width = x.shape
-        q, k, v = (y.view(b, n, H, D).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return self.last(attend(q, k, v, is_causal=True).transpose(1, 2).view(b, n, width))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_models_view_what_comes_out(compiled):
-    model, x = Block(), torch.randn(B, N, H * D)
-    attend = functional.scaled_dot_product_attention
-    want = torch.autograd.grad(model(x, attend).sum(), model.parameters())
-    speedlight.torch.patch()
-    try:
-        run = torch.compile(model, backend="aot_eager") if compiled else model
-        for _ in range(2):
-            got = torch.autograd.grad(run(x, functools.partial(attend)).sum(), model.parameters())
-    finally:
-        speedlight.torch.unpatch()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)

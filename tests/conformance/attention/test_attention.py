@@ -250,7 +250,7 @@ def packed_and_padded(engine, each, alone, q_lengths, k_lengths):
     assert out.shape == (sum(q_lengths), heads, 24) and lse.shape == (heads, sum(q_lengths))
     for (a, b), (one, one_lse) in zip(itertools.pairwise(cu_q), alone, strict=True):
         assert out[a:b].swapaxes(0, 1).tobytes() == one[0].tobytes() and lse[:, a:b].tobytes() == one_lse[0].tobytes()
-    room = [np.full((3, n, m, d), 7).astype(q.dtype) for n, m, d in ((heads, 75, 20), (2, 310, 20), (2, 310, 24))]
+    room = [np.full((3, n, m, d), NAN).astype(q.dtype) for n, m, d in ((heads, 75, 20), (2, 310, 20), (2, 310, 24))]
     for i, x in enumerate(each):
         for whole, part in zip(room, x, strict=True):
             whole[i, :, : part.shape[2]] = part[0]

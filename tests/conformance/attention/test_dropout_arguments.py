@@ -55,19 +55,6 @@ def test_another_seed_prepares_nothing(rng, q_len):
         assert len({x.call for x in kept_steps(owner) if x.call is not None}) == 1
 
 
-def test_steps_with_other_seeds(rng):
-    """Checked steps of a cache, which are known by their keys and values too."""
-    forget_steps()
-    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 30, 16, 16)
-    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=30)
-    for n in range(30):
-        here = slice(n, n + 1)
-        out = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], dropout=0.5, seed=n)
-        want = sl.attention(q[:, :, here], *(x[:, :, : n + 1] for x in (k, v)), dropout=0.5, seed=n)
-        assert out.tobytes() == want.tobytes()
-    assert len([x for x in kept_steps(cache) if x.put is not None]) == 1
-
-
 # --- errors
 
 WRONG = (

@@ -1,4 +1,4 @@
-"""A vector unit that no CPU has, added where units are added, in tables: the forward tests pass on it.
+"""A vector unit that no CPU has, added where units are added, in tables: its bits are those of its base.
 
 AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel.
 """
@@ -26,24 +26,6 @@ from speedlight.cpu.products.product import CLASSES, product_of
 from speedlight.cpu.runtime.compile import emit
 from speedlight.host import machine, tunings
 from speedlight.host.tunings import Fetching
-
-if FULL:
-    from test_attention import (  # noqa: F401
-        test_any_finite_score,
-        test_hidden_data_never_matter,
-        test_huge_logits_stay_finite,
-        test_patterns,
-        test_random_problems,
-        test_special_values,
-    )
-    from test_forward import (  # noqa: F401
-        test_fused_qkv_and_out,
-        test_layouts_and_strides,
-        test_same_bits_however_it_is_cut,
-        test_subnormals_survive,
-        test_tied_maxima_are_not_biased,
-        test_what_lies_beside_is_never_read,
-    )
 
 BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
 ROW = tunings.RegisterTiles(

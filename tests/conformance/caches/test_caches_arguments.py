@@ -36,8 +36,6 @@ pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at a
         ),
         (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[4]), "new_lengths: expected 0 to 3"),
         (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[1.0]), "new_lengths: expected 1 ints"),
-        (lambda c, q, k, v: c.attend(0, q, k, v, scale="x"), "scale: expected a number"),
-        (lambda c, q, k, v: c.attend(0, q, k, v, mask=lambda b, h, i, j: i), "mask: expected a bool result"),
         (lambda c, q, k, v: c.truncate(6), "length: expected 0 to 5, the tokens of sequence 0"),
         (lambda c, q, k, v: c.select([1]), "batch_indices: expected 0 to 0; got 1"),
         (lambda c, q, k, v: c.select([0.0]), "batch_indices: expected an int; got float"),

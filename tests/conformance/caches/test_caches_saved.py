@@ -80,6 +80,9 @@ def written(path, change):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+SIZES = ("0", "-1", "2", "17", "3000000", *(str(1 << n) for n in (31, 46, 63)), "9" * 5000, "1e3", "", "٣")
+
+
 @pytest.mark.parametrize("kind", [{}, {"window": 70, "keep_first": 5, "capacity": None}])
 def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
     """Every size is held against the file before anything is made: at once, and in little memory."""
@@ -89,20 +92,7 @@ def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
     cache.save(path)
     data = path.read_bytes()
     for name in ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first"):
-        for size in (
-            "0",
-            "-1",
-            "2",
-            "17",
-            "3000000",
-            str(1 << 31),
-            str(1 << 46),
-            str(1 << 63),
-            "9" * 5000,
-            "1e3",
-            "",
-            "٣",
-        ):
+        for size in SIZES:
             path.write_bytes(data)
             written(path, lambda header: header["__metadata__"].update({name: size}))  # noqa: B023
             start = time.process_time()
