@@ -185,7 +185,6 @@ class _Repeat:
         k, block, form, body = self.k, self.block, self.form, self.body
         out, made = self._make_result()
         threads = k.call(self.packs, block, form, k.p["arguments"], k.p["frame"], made)
-        k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
         self._run(threads)
         room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
         with k.range(0, k.load(I64, form, FORM.offset("wrong"))) as i:
@@ -193,6 +192,7 @@ class _Repeat:
         with k.when(wrong.get().differs(0)):  # Python computes it once more, and raises
             body.calling(block, "Py_DecRef", out, returns=VOID)
         body.require(wrong.get().equals(0))
+        k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
         return body.finish(out, lambda: _nothing(body, block))
 
     def _make_result(self) -> tuple[Value, Value]:
