@@ -104,7 +104,7 @@ def _remember(key: Any, call: Any, rows: Rows, keys: Dense, options: Options, ou
             call = engines.cpu().prepare(problem, rows, keys)
         except Error:
             return
-    places = call.launch.places_of(options.arrays())
+    places = call.launch.places_of(options.arrays(), is_growing(key))
     if places is None:
         return
     given = rows.q, keys.k, keys.v, out.final or out

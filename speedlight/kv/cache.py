@@ -169,8 +169,7 @@ class KVCache:
         return self._copied(layer, "values")
 
     def _copied(self, layer: int, part: str) -> Any:
-        layer = self._layer(layer)
-        lengths, written = self._now()[layer]
+        lengths, written = self._now()[layer := self._layer(layer)]
         stored = self._storage.tokens(layer, part, max(map(self._ring.held, lengths, written)))
         return self._ring.in_order(stored, lengths)
 
@@ -303,6 +302,8 @@ class KVCache:
         check_queries(query, k.shape[2])
         return self._grow(layer, k, v, counts, query)
 
+    attend_again = run_again  # attend(), by a step that was checked before; None where there is none
+
     def _read(self, layer: int, query: Query) -> Any:
         """Computes what queries see of the stored tokens."""
         if self._storage.lengths is not None:
@@ -412,8 +413,7 @@ class KVCache:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
         new = KVCache(**self._sizes() | {"batch": len(indices)}, dtype=self.dtype, device=self._storage.name)
         held = self._now()
-        used = [list(map(self._ring.held, *pair)) for pair in held]
-        self._storage.copy_to(new._storage, indices, used)
+        self._storage.copy_to(new._storage, indices, [list(map(self._ring.held, *pair)) for pair in held])
         lengths = [([n[i] for i in indices], [w[i] for i in indices]) for n, w in held]
         if new._storage.lengths is not None:
             new._storage.lengths.set([n for n, _ in lengths])

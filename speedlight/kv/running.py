@@ -56,7 +56,7 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     if steps is None or type(return_lse) is not bool:
         return None
     can_learn = not return_lse and len(arrays) != 2
-    if can_learn and steps.are_learned:
+    if can_learn and steps.replays is not None:
         result = _run_known(cache, layer, held, arrays, options)
         if result is not None:
             return result
@@ -69,8 +69,9 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
         return None  # so many may write over tokens that are promised, which are to be kept meanwhile
     if can_learn and type(arrays[0]) is not np.ndarray:
         machine = engines.threads_now(), current_isa().name
-        if engines.cpu().replays().learn_step(steps, arrays, options, machine, step, cache.capacity):
-            steps.are_learned = True
+        replays = engines.cpu().replays()
+        if replays.learn_step(steps, arrays, options, machine, step, cache.capacity):
+            steps.replays = replays
     if not n:
         return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
     totals = [x + n for x in lengths]
@@ -93,7 +94,7 @@ def _run_known(cache: Any, layer: int, held: Any, arrays: tuple[Any, ...], optio
     storage, (lengths, written) = cache._storage, held
     q, k, v = arrays if len(arrays) == 3 else arrays * 3
     given = storage.steps, q, k, v, options, storage.addresses[layer], lengths
-    replay = engines.cpu().replays().call
+    replay = storage.steps.replays.call
     if len(arrays) == 1:
         return replay(*given)
 

@@ -196,12 +196,12 @@ def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) 
     return None if ... in values else key + values
 
 
-def form_of(x: Any, keys: int | None = None) -> Any:
+def form_of(x: Any, keys: int | None = None, rows: int = 1) -> Any:
     """Returns what a prepared call depends on of a mask or score: an expression itself, of an array that nobody follows
     shape, strides and dtype; of a list, of each. ... for what may change.
 
-    keys: where the number of keys may change from call to call: then the form of an array that has one row and as many
-    columns, and of an expression that does not depend on how many there are.
+    keys: where the number of keys may change from call to call: then the form of an array that has as many columns, and
+    one row or `rows`, and of an expression that does not depend on how many there are.
     """
     if x is None:
         return None
@@ -225,7 +225,9 @@ def form_of(x: Any, keys: int | None = None) -> Any:
     if keys is None:
         return form
     shape = form[0]
-    return (shape[:-1], form[1][-1], form[2]) if len(shape) > 1 and shape[-1] == keys > 1 == shape[-2] else ...
+    if len(shape) > 1 and shape[-1] == keys > 1 and shape[-2] in (1, rows):
+        return shape[:-1], form[1][-1], form[2]
+    return ...
 
 
 def _exactly(x: Any) -> Any:

@@ -20,9 +20,10 @@ from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import has_bytes
+from ..expressions.tracing import Expression
 from ..host.shortcuts import address_of, count_write
 from .options import form_of
-from .problem import Options, spans_of
+from .problem import Options, scores_of, spans_of
 from .results import deliver, fresh
 
 _Ints = Sequence[int] | None
@@ -116,7 +117,11 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
         return None
     if len(shape) != 4 or 0 in shape or not (shape[2 if heads_first else 1] <= _FEW and n == n_v > 0):
         return None
-    of_options = options.key() if options.mask is options.score is None else options.key(lambda x: form_of(x, n))
+    if options.mask is options.score is None:
+        of_options = options.key()
+    else:
+        rows = shape[2 if heads_first else 1] if _are_arrays(options) and shape[2 if heads_first else 1] < n else 1
+        of_options = options.key(lambda x: form_of(x, n, rows))
     if of_options is None:
         return None
     key = (
@@ -128,6 +133,11 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
     k_item, v_item = k_item if batch > 1 else 0, v_item if batch_v > 1 else 0
     strides = (k_head, k_row, k_column, k_item, v_head, v_row, v_column, v_item)
     return Growing(key, n, strides if size == 1 else tuple([x * size for x in strides]), (end_k, end_v))
+
+
+def _are_arrays(options: Options) -> bool:
+    """Returns whether nothing but arrays hides or scores: then the first row's position is told from other numbers."""
+    return options.window is None and Expression not in (type(options.mask), *map(type, scores_of(options.score)))
 
 
 def is_growing(key: tuple[Any, ...]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -11,18 +10,16 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.utils.output_capturing import _active_collector
 
 from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
-from .. import softcap as softcap_pattern
 from ..adapting import Renamed, draw_seed, shown
 from ..front import replay
 from ..torch.attending import attend_again, attention
 from .caches import Kept
-from .masks import MaskSpec
+from .masks import MaskSpec, softcap_score
 from .options import TRANSFORMERS
 
 # options that models hand on and that change nothing, those that are looked at, and what register(harmless=…) names
 harmless: frozenset[str] = frozenset((*TRANSFORMERS.ignored, "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
 _BIASED = Renamed({**TRANSFORMERS.names, "score": "position_bias"})
-_softcap = functools.lru_cache(64)(softcap_pattern)
 
 
 @torch.compiler.disable
@@ -85,21 +82,30 @@ def attention_forward(
         _check_unknown(module, more)
     if cache is not None:
         key, value = _append_paged(module, key, value, cache, more)
+    softcap = None if softcap is None else float(softcap)  # known by its value
     kept = (key, value) if type(key) is Kept and type(value) is Kept else None
     if attention_mask is None:
         _check_masked(module)
     elif type(attention_mask) is MaskSpec:
         _check_fits(attention_mask, query, key)
-    if type(attention_mask) is MaskSpec and kept is None:
+    if type(attention_mask) is MaskSpec:
         cut = more.get("cu_seq_lens_q")  # packed sequences: another layout
-        if cache is softcap is s_aux is position_bias is sinks is cut is None and not dropout:
-            record = attention_mask.record(scaling)
-            if record is not None:
-                out = replay(None, query, key, value, record)
-                if out is None:
-                    out = attend_again(None, query, key, value, record)
+        if cache is s_aux is position_bias is sinks is cut is None and not dropout:
+            if kept is not None:
+                out = kept[0].layer.attend_again(query, kept[0], attention_mask, scaling, softcap)
                 if out is not None:
-                    return out.transpose(1, 2).contiguous(), None
+                    return out, None
+            else:
+                attention_mask = attention_mask.cut()
+                if attention_mask.k_len < key.shape[2]:
+                    key, value = key[:, :, : attention_mask.k_len], value[:, :, : attention_mask.k_len]
+                record = attention_mask.record(scaling, softcap)
+                if record is not None:
+                    out = replay(None, query, key, value, record)
+                    if out is None:
+                        out = attend_again(None, query, key, value, record)
+                    if out is not None:
+                        return out.transpose(1, 2).contiguous(), None
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
         options["score"] = _make_score(softcap, position_bias)
@@ -208,7 +214,7 @@ def _make_score(softcap: float | None, position_bias: torch.Tensor | None) -> An
         return position_bias
     if position_bias is not None:
         raise UnsupportedError("position_bias: expected None beside softcap, as no model has both; got a tensor.")
-    return _softcap(float(softcap))
+    return softcap_score(softcap)
 
 
 def _read_mask(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, places: Any) -> dict[str, Any]:

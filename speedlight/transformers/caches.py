@@ -127,15 +127,18 @@ class Layer(theirs.CacheLayerMixin):
                 "key: expected a call under torch.no_grad(), as generate() is one: no gradient passes a Cache. To "
                 "train, give use_cache=False."
             )
-        self._append()
+        if self.waiting is not None:
+            self._append()
         if self.cache is None:
             self._check_dtype(key_states)
             self.lazy_initialization(key_states, value_states)
         batch, heads, new, head_dim = key_states.shape
         self._check_alike(key_states, value_states)
         cache = self._require_cache()
-        length = cache.length(0)
-        (total,) = new_totals(0, [length], [new], cache.capacity)  # all sequences are as long
+        length = cache.lengths(0)[0]  # all sequences are as long
+        total = length + new
+        if total > cache.capacity:
+            new_totals(0, [length], [new], cache.capacity)
         seen, value_dim = self._count_shown(length) + new, value_states.shape[-1]
         self.waiting = given = key_states, value_states
         return (
@@ -192,6 +195,23 @@ class Layer(theirs.CacheLayerMixin):
     prefetch = offload
 
     # --- what attention_forward() asks
+
+    def attend_again(
+        self, query: torch.Tensor, key: Kept, spec: MaskSpec, scale: float | None, softcap: float | None
+    ) -> torch.Tensor | None:
+        """Attends as attend_kept(), if tokens and queries like these did before; else returns None."""
+        new, rows, cache, window = self.waiting, query.shape[2], self.cache, self.window
+        if new is None or key.given is not new or cache is None or rows > _IN_PLACE or new[0].shape[2] != rows:
+            return None
+        if not _is_causal(spec, rows) or not (window is None or spec.pattern.left == window - 1):
+            return None
+        record = spec.step_record(window, scale, softcap)
+        self.waiting = None
+        out = cache.attend_again(0, (query, *new), record, False)
+        if out is None:
+            self.waiting = new
+            return None
+        return out.transpose(1, 2).contiguous()
 
     def attend_kept(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Returns (batch, q_len, q_heads, value_dim), read from where tokens lie; None where copies have to do."""

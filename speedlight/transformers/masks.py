@@ -15,6 +15,7 @@ import transformers.masking_utils as theirs
 from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
+from .. import softcap as softcap_pattern
 from ..torch.attending import Options
 
 _CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
@@ -30,6 +31,18 @@ _TENSORS = frozenset(("deepseek_v4",))
 # the padding seen last, of all models: its expression is taken again while masks say the same, as they do from token
 # to token of a generation
 _last_padding: tuple[torch.Tensor, Expression] | None = None
+
+
+@functools.lru_cache(64)
+def softcap_score(softcap: float | None) -> Expression | None:
+    """Returns the score function of a model's softcap: the same one each time."""
+    return None if softcap is None else softcap_pattern(softcap)
+
+
+@functools.lru_cache(64)
+def _window(left: int | None, right: int | None) -> tuple[int | None, int | None]:
+    """Returns a window: the same object each time, by which a repeated call knows it."""
+    return left, right
 
 
 class _Pattern(NamedTuple):
@@ -55,8 +68,8 @@ class MaskSpec:
     """
 
     __slots__ = (
-        "__weakref__", "_dense", "_in_cache", "_make_dense", "_options", "_records", "batch", "k_len", "kv_offset",
-        "padded", "pattern", "q_len", "q_offset",
+        "__weakref__", "_cut", "_dense", "_in_cache", "_make_dense", "_options", "_records", "batch", "k_len",
+        "kv_offset", "padded", "pattern", "q_len", "q_offset",
     )  # fmt: skip
 
     def __init__(
@@ -74,7 +87,8 @@ class MaskSpec:
         self._make_dense = make_dense
         self._dense: torch.Tensor | None = None
         self._options: dict[str, Any] | None = None
-        self._records: dict[Any, Options] = {}  # by a scale and its type
+        self._records: dict[Any, Options] = {}  # by a scale and its type, a softcap; of steps by a length, too
+        self._cut: MaskSpec | None = None
         self._in_cache: dict[int | None, Expression | None] = {}
 
     def __repr__(self) -> str:
@@ -138,15 +152,37 @@ class MaskSpec:
             self._options = self._make_options()
         return self._options
 
-    def record(self, scale: float | None) -> Options | None:
+    def cut(self) -> MaskSpec:
+        """Returns the mask over the keys up to the last query's; it hides those behind, which a static cache has not
+        taken yet. Itself, if there are none.
+        """
+        if self._cut is None:
+            end = self.q_offset + self.q_len - self.kv_offset
+            if not self.pattern.causal or self.pattern.packed is not None or not 0 < end < self.k_len:
+                return self
+            lengths, offsets = (self.q_len, end), (self.q_offset, self.kv_offset)
+            make = lambda: self.dense()[..., :end]  # noqa: E731
+            self._cut = MaskSpec(self.batch, lengths, offsets, self.pattern, self.padded, make)
+        return self._cut
+
+    def record(self, scale: float | None, softcap: float | None) -> Options | None:
         """Returns the options of a call without others; None of packed sequences."""
-        key = type(scale), scale
+        key = type(scale), scale, softcap
         found = self._records.get(key)
         if found is None:
             options = self.options()
             if "cu_seqlens_q" in options:
                 return None
-            found = self._records[key] = Options(**options, scale=scale)
+            found = self._records[key] = Options(**options, scale=scale, score=softcap_score(softcap))
+        return found
+
+    def step_record(self, length: int | None, scale: float | None, softcap: float | None) -> Options:
+        """Returns the options of a step of a cache, as in_cache() has it."""
+        key = length, type(scale), scale, softcap
+        found = self._records.get(key)
+        if found is None:
+            given = {"mask": self.in_cache(length), "scale": scale, "score": softcap_score(softcap)}
+            found = self._records[key] = Options.of_step(True, "bhld", given)
         return found
 
     def _make_options(self) -> dict[str, Any]:
@@ -161,7 +197,7 @@ class MaskSpec:
         left = None if p.left is None or start + self.q_len - 1 <= p.left else p.left
         right = None if p.right is None or self.k_len - 1 - start <= p.right else p.right
         if left is not None or right is not None:
-            options["window"] = (left, right)
+            options["window"] = _window(left, right)
         masks = [_shift(f, first) for f in p.others]
         if p.packed is not None and "cu_seqlens_q" not in options:
             masks.append(documents(p.packed))

@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "machine code takes lists for options that never change",
         "cpu/runtime/replay.py",
-        "if any([not (x is None or type(x) in (bool, int, float, str)) for x in others]):",
+        "if not all([type(x) in _FIXED or (type(x) is tuple and _FIXED.issuperset(map(type, x))) for x in others]):",
         "if any([x is ... for x in others]):",
         "tests/adapters/torch/test_torch_replay.py -k sinks",
     ),
@@ -150,6 +150,34 @@ MUTATIONS = (
         'if options.layout != "bhld" or options.dropout',
         "if options.dropout",
         "tests/adapters/torch/test_torch_replay.py -k 'decode and before'",
+    ),
+    Mutation(
+        "machine code repeats a score that follows a tensor",
+        "cpu/runtime/replay.py",
+        "is_immutable(x) and all([t.origin is None for t in x.tables])",
+        "is_immutable(x)",
+        "tests/adapters/torch/test_torch_replay_forms.py -k by_identity",
+    ),
+    Mutation(
+        "machine code takes each score for the one that it knows",
+        "cpu/kernels/replay_matching.py",
+        'require(given.equals(of_form(f"option{i}")) | role.equals(i))',
+        'require(given.equals(of_form(f"option{i}")) | role.equals(i) | (given.equals(0) ^ (i == SCORE)))',
+        "tests/adapters/torch/test_torch_replay_forms.py -k by_identity",
+    ),
+    Mutation(
+        "a form does not hold the score that it is known by",
+        "cpu/runtime/replay.py",
+        "options._replace(mask=mask, score=score)",
+        "options._replace(mask=None, score=None)",
+        "tests/adapters/torch/test_torch_replay_forms.py -k known_by",
+    ),
+    Mutation(
+        "machine code reads a mask's rows one too low",
+        "cpu/kernels/replay.py",
+        'k.store(keys - word(0, 3), part("numbers"),',
+        'k.store(keys - word(0, 3) - 1, part("numbers"),',
+        "tests/adapters/torch/test_torch_replay.py -k 'decode and rows'",
     ),
     Mutation(
         "forms of inference mode are not told from others",

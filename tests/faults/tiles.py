@@ -4,6 +4,13 @@ from .mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "a row sees what is summed together with the first key of its window",
+        "cpu/kernels/decode.py",
+        "k.select((clear > first) & whole.equals(first), clear, k.i64(0))",
+        "k.select(clear > first, clear, k.i64(0))",
+        "tests/conformance/attention/test_tiles.py -k begins_at_any",
+    ),
+    Mutation(
         "a part of a tile that the mask cuts counts as visible",
         "cpu/kernels/visibility.py",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 2)",

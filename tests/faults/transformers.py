@@ -61,4 +61,18 @@ MUTATIONS = (
         "key = scale",
         "tests/adapters/transformers/test_transformers.py -k used_again",
     ),
+    Mutation(
+        "a scale of a step of transformers' cache is taken for another that is equal",
+        "transformers/masks.py",
+        "key = length, type(scale), scale, softcap",
+        "key = length, scale, softcap",
+        "tests/adapters/transformers/test_transformers_caches.py -k two_layers",
+    ),
+    Mutation(
+        "a softcap of transformers that is a tensor is read once",
+        "transformers/attending.py",
+        "softcap = None if softcap is None else float(softcap)",
+        "softcap = softcap if softcap is None else softcap",
+        "tests/adapters/transformers/test_transformers.py -k used_again",
+    ),
 )

@@ -24,7 +24,7 @@ from ...problem.results import ResultForm
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
-from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, STATE, TABLES, Item
+from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, NUMBERS, STATE, TABLES, Item
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Words, threads_for
@@ -150,6 +150,8 @@ class Call:
             more = ((NEW, (new[0].ticket, ctypes.addressof(new[1]))),)
         if tables is not None:
             more += ((TABLES, (ctypes.addressof(tables[0]),)),)
+            if tables[1] is not None:
+                more += ((NUMBERS, (tables[1].ctypes.data,)),)
         items_at, threads = self.items_at, 0
         if lengths is not None:
             items = self.items_type.from_buffer_copy(self.items_bytes)

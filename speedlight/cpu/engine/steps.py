@@ -19,7 +19,7 @@ class Steps:
 
     def __init__(self, *form: Any) -> None:
         self.form = form
-        self.are_learned = False  # machine code may know some
+        self.replays: Any = None  # of machine code, once that may know some
 
     @staticmethod
     @functools.lru_cache(64)

@@ -218,7 +218,8 @@ class _Task(Work):
             self.tile(start, count, count)
             return
         first, end, clear = self.extent_of(Box(self.heads, self.positions), start, count)
-        clear, first = k.select(clear > first, clear, k.i64(0)), self.s.first_of_units(first)
+        whole = self.s.first_of_units(first)  # keys from there to `first` are hidden
+        clear, first = k.select((clear > first) & whole.equals(first), clear, k.i64(0)), whole
         with k.when(first < end):
             self.tile(start + first, end - first, k.max(clear - first, k.i64(0)))
 

@@ -32,7 +32,7 @@ from ..memory.forms import (
     WATCHED,
     at_tensor,
 )  # fmt: skip
-from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, RUN, SCRATCH, TABLES
+from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, NUMBERS, RUN, SCRATCH, TABLES
 from .replay_matching import Body, matches_of
 from .task import call_at
 
@@ -148,6 +148,12 @@ def _packs(module: Module) -> Any:
                 with k.range(0, dims) as d:
                     stride = k.load(I64, k.at(frame, at_tensor(3, 1 + DIMS)), d * 8)
                     k.store(stride, row, (k.i64(DIMS) - dims + d) * 8 + 8 * STRIDES)
+    with k.when(of_form("first_count") > 0):
+        copy("numbers", of_form("number_count"))
+        firsts = k.load(PTR, form, FORM.offset("firsts"))
+        with k.range(0, of_form("first_count")) as i:
+            k.store(keys - word(0, 3), part("numbers"), k.load(I64, firsts, i * 8) * 8)
+        k.store(address(part("numbers")), words, 8 * NUMBERS.start)
     k.store(of_form("tickets"), words, 8 * LIMIT)
     few = (grows | (sequences > 0)) & (total.get() < of_form("inline_below"))
     return body.finish(k.select(few, k.i64(1), of_form("threads")), lambda: k.i64(0))
@@ -179,7 +185,6 @@ class _Repeat:
         k, block, form, body = self.k, self.block, self.form, self.body
         out, made = self._make_result()
         threads = k.call(self.packs, block, form, k.p["arguments"], k.p["frame"], made)
-        k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
         self._run(threads)
         room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
         with k.range(0, k.load(I64, form, FORM.offset("wrong"))) as i:
@@ -187,6 +192,7 @@ class _Repeat:
         with k.when(wrong.get().differs(0)):  # Python computes it once more, and raises
             body.calling(block, "Py_DecRef", out, returns=VOID)
         body.require(wrong.get().equals(0))
+        k.store(k.load(I64, form, FORM.offset("used")) + 1, form, FORM.offset("used"))
         return body.finish(out, lambda: _nothing(body, block))
 
     def _make_result(self) -> tuple[Value, Value]:

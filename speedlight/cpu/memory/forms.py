@@ -39,6 +39,7 @@ FORM = Record(
     *(f"{x}{t}_{d}" for t in range(TENSORS) for d in range(DIMS) for x in RANGES),
     "grows", "inside",  # any number of keys; heads of a token lie inside a row
     "words", "word_count", "items", "item_count", "tables", "table_count", "slot",  # templates
+    "numbers", "number_count", "firsts", "first_count",  # … and which of the numbers are the first row's position
     "kernel", "tickets", "threads", "inline_below", "groups", "partials", "wrong", "counts", "seed",
     "serve", "team", "openmp", "clock",  # of a region
     # a step of a cache: sequences (0: no step), their new tokens and their lengths before; the call that stores those
@@ -47,7 +48,16 @@ FORM = Record(
 )  # fmt: skip
 
 # bytes of each part of the room, and where each begins
-PARTS = {"words": 2048, "items": 16384, "tables": 4096, "put": 4096, "arrived": 8192, "wrong": 256, "scratch": 8 << 20}
+PARTS = {
+    "words": 2048,
+    "items": 16384,
+    "tables": 4096,
+    "numbers": 512,
+    "put": 4096,
+    "arrived": 8192,
+    "wrong": 256,
+    "scratch": 8 << 20,
+}
 ROOM_AT = dict(zip(PARTS, [sum(list(PARTS.values())[:n]) for n in range(len(PARTS))], strict=True))
 # bytes from the beginning of CPython's objects; checked where the block is filled
 AT_OPTIONS, AT_PLACES, AT_LENGTHS = 4, 5, 6  # among Python's arguments

@@ -114,6 +114,7 @@ _COMMON = (
 )  # fmt: skip
 TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
 CALL = slice(len(HEAD), len(HEAD) + len(_CALL))
+NUMBERS = slice(_COMMON.index("numbers"), _COMMON.index("numbers") + 1)
 TABLES = slice(_COMMON.index("tables"), _COMMON.index("tables") + 1)
 KEYS = slice(_COMMON.index("k_head"), _COMMON.index("v_column") + 1)
 

@@ -30,6 +30,7 @@ class Place(NamedTuple):
     slot: int | None  # of its table; None: nothing looks it up
     end: int  # bytes from its address to its end
     strides: tuple[int, ...] | None  # of its copy in float32, where there is one
+    first: tuple[int, ...] = ()  # slots of the numbers that are the first row's position, where that may change
 
 
 class Launch:
@@ -77,9 +78,11 @@ class Launch:
         tables = [] if self.program is None else [x.array for x in self.program.tables if x.is_own]
         return len(self.template) + sum(x.nbytes for x in (*self.slots, *tables))
 
-    def places_of(self, arrays: Sequence[Any]) -> list[Place] | None:
+    def places_of(self, arrays: Sequence[Any], grows: bool = False) -> list[Place] | None:
         """Returns the places of a call's dense masks and scores; None if one is empty, was copied for another reason
         than that kernels read no bfloat16, or is there twice: which table is which, no address tells.
+
+        grows: over any number of keys; then the last row is at the last key.
         """
         if len({id(x) for x in arrays}) < len(arrays):
             return None
@@ -94,13 +97,23 @@ class Launch:
             there, is_numpy = table.array, isinstance(x, np.ndarray)
             if not there.size:
                 return None
+            first = self._find_first(there.shape) if grows and there.shape[-2] > 1 else ()
+            if first is None:
+                return None
             if there.ctypes.data == (x.ctypes.data if is_numpy else x.const_data_ptr()):
-                places.append(Place(slot, _end_of(there.shape, there.strides) + there.itemsize, None))
+                places.append(Place(slot, _end_of(there.shape, there.strides) + there.itemsize, None, first))
             elif not is_numpy and str(x.dtype) == "torch.bfloat16":
-                places.append(Place(slot, 0, x.detach().float().stride()))
+                places.append(Place(slot, 0, x.detach().float().stride(), first))
             else:
                 return None
         return places
+
+    def _find_first(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the slots of the numbers that are the position of the first row of an array of all keys, or None."""
+        assert self.program is not None
+        numbers = [node for node in self.program.nodes if node.op == "number"]
+        first = shape[-1] - shape[-2]
+        return tuple([n for n, x in enumerate(numbers) if not x.is_float and x.value == first]) or None
 
     def release_tables(self) -> None:
         """Forgets arrays of masks and scores, which each call has at places of its own."""
@@ -110,10 +123,10 @@ class Launch:
 
     def tables_at(self, places: Sequence[Place], arrays: Sequence[Any], keys: int | None = None) -> Any:
         """Returns the words of its tables, of a call that has arrays at other addresses, and what must live as long as
-        they; None if one lacks memory. keys: columns of each, where that may change.
+        they; None if one lacks memory. keys: columns of each, where that may change: the numbers are there, too, then.
         """
-        words, held = self.tables_type.from_buffer_copy(self.slots[1]), None
-        for x, (slot, end, strides) in zip(arrays, places, strict=True):
+        words, held, numbers = self.tables_type.from_buffer_copy(self.slots[1]), None, None
+        for x, (slot, end, strides, first) in zip(arrays, places, strict=True):
             if slot is None:
                 continue
             if type(x) is np.ndarray:
@@ -140,7 +153,10 @@ class Launch:
             if keys is not None:
                 words[row + LENGTHS + 3] = keys
                 words[row + STRIDES + 4 - len(steps) : row + STRIDES + 4] = steps
-        return words, held
+                if first:
+                    numbers = self.slots[0].copy() if numbers is None else numbers
+                    numbers[list(first)] = keys - x.shape[-2]
+        return words, numbers, held
 
     @property
     def kernel(self) -> Kernel:

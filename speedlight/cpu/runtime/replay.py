@@ -16,6 +16,7 @@ import threading
 from typing import Any, NamedTuple
 
 from ...errors import pass_on
+from ...expressions.tracing import Expression, is_immutable
 from ...host.llvm import load
 from ...host.machine import host_arch, isa_named
 from ...host.shortcuts import ENVIRONMENT
@@ -43,7 +44,9 @@ from .compile import lock, objects_of, symbol_of
 from .launch import take_pages
 
 _MOST = 16  # forms
+_LARGEST = 1 << 20  # bytes that a form may keep alive: of tables
 _ANY = 1 << 62
+_FIXED = frozenset((type(None), bool, int, float, str))  # types of what never changes
 _KEY_SET = "_ZN3c104impl26raw_local_dispatch_key_setE"  # two words of each thread: keys included, and excluded
 _COUNT = BLOCK.word("count")
 _HEAD = 64  # words of a TensorImpl that are looked through for its dispatch keys
@@ -223,6 +226,8 @@ def _is_plain(options: Options, prepared: Any) -> bool:
     launch, arrays = prepared.call.launch, options.arrays()
     if launch.seconds >= launch.region_seconds or prepared.staged or not prepared.call.form.alike:
         return False
+    if prepared.size > _LARGEST:
+        return False
     if len(arrays) > 1 or any([place.strides is not None for place in prepared.places]):
         return False
     if options.layout != "bhld" or options.dropout or options.seed is not None:
@@ -230,9 +235,16 @@ def _is_plain(options: Options, prepared: Any) -> bool:
     if type(options.scale) not in (float, type(None)):
         return False
     others = [x for n, x in enumerate(options) if n not in (MASK, SCORE, SCALE)]
-    if any([not (x is None or type(x) in (bool, int, float, str)) for x in others]):
+    if not all([type(x) in _FIXED or (type(x) is tuple and _FIXED.issuperset(map(type, x))) for x in others]):
         return False
-    return all([x is None or x is arrays[0] if arrays else x is None for x in (options.mask, options.score)])
+    return all([_is_fixed(x) or (arrays and x is arrays[0]) for x in (options.mask, options.score)])
+
+
+def _is_fixed(x: Any) -> bool:
+    """Returns whether a mask or score is one that always computes what it does now: then it is known by identity. A
+    table of a tensor may be followed by a later call, or refused.
+    """
+    return x is None or (type(x) is Expression and is_immutable(x) and all([t.origin is None for t in x.tables]))
 
 
 def _make_form(
@@ -258,6 +270,13 @@ def _make_form(
         "counts": call.counts_at, "seed": 0,
     }  # fmt: skip
     words |= more | {f"option{n}": id(x) for n, x in enumerate(options)}
+    numbers, firsts = None, ()
+    if tables is not None and prepared.places[0].first:
+        numbers, firsts = launch.slots[0], (ctypes.c_int64 * len(prepared.places[0].first))(*prepared.places[0].first)
+        words |= {
+            "numbers": numbers.ctypes.data, "number_count": numbers.size, "firsts": ctypes.addressof(firsts),
+            "first_count": len(firsts),
+        }  # fmt: skip
     put, stored, store = prepared.put, None, None
     if put is not None:
         store = put.launch.kernel
@@ -279,7 +298,8 @@ def _make_form(
         words["inside"] = 0 < tensors[1].stride(1) < tensors[1].stride(2)
     needs = {
         "words": len(launch.template), "put": len(stored or ()), "items": call.items.nbytes,
-        "tables": 8 * len(tables or ()), "arrived": 8 * launch.groups,
+        "tables": 8 * len(tables or ()), "numbers": 0 if numbers is None else numbers.nbytes,
+        "arrived": 8 * launch.groups,
         "wrong": 16 * len(launch.lookups), "scratch": launch.scratch_bytes,
     }  # fmt: skip
     if any([needs[part] > PARTS[part] for part in PARTS]):
@@ -287,8 +307,9 @@ def _make_form(
     form = (ctypes.c_int64 * len(FORM.names))()
     for name, value in words.items():
         form[FORM.word(name)] = value
-    held = tag, options._replace(mask=None, score=None), prepared, kernel, template, tables, store, stored
-    known = _Known(form, held)
+    mask, score = (x if type(x) is Expression else None for x in (options.mask, options.score))  # and no array
+    options = options._replace(mask=mask, score=score)
+    known = _Known(form, (tag, options, prepared, kernel, template, tables, numbers, firsts, store, stored))
     form[FORM.word("owner")] = id(known)
     return known
 

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from speedlight.cpu.memory.forms import FORM
 from speedlight.cpu.runtime import replay
 
 HEADS, DIM = 4, 32
+WINDOW, BAND, CAPPED = (20, None), sl.window(20, 3) | sl.prefix(2), sl.softcap(2.0)  # known by identity
+BEHIND = sl.padding(np.arange(33) > np.array([[3], [9]]))
 
 
 @pytest.fixture
@@ -78,8 +81,18 @@ FORMS = {
     "decode, a part of a mask": lambda n: (drawn(3, 1, 40 + n), {"mask": seen(3, 1, 1, 90)[..., n : 40 + 2 * n]}),
     "decode, a bias": lambda n: (drawn(2, 1, 40 + n), {"score": torch.randn(1, HEADS, 1, 40 + n)}),
     "decode, a bias of every item": lambda n: (drawn(2, 1, 40 + n), {"score": torch.randn(2, HEADS, 1, 40 + n)}),
+    "decode, a mask of rows": lambda n: (drawn(3, 5, 40 + n), {"mask": seen(3, 1, 5, 40 + n)}),
+    "decode, a part of a mask of rows": lambda n: (
+        drawn(2, 5, 40 + n), {"mask": seen(90, 90)[n : n + 5, n : 40 + 2 * n], "causal": True}
+    ),
+    "decode, a bias of rows with -inf": lambda n: (drawn(2, 16, 1020 + n), {"score": hiding(1, HEADS, 16, 1020 + n)}),
     "decode, keys of a wider buffer": lambda n: (cut(n), {}),
     "decode, one batch of keys": lambda n: ([torch.randn(3, HEADS, 1, DIM), *drawn(1, 1, 40 + n)[1:]], {}),
+    "decode, a window": lambda n: (drawn(2, 2, 40 + n), {"window": WINDOW, "causal": True}),
+    "decode, a pattern": lambda n: (drawn(2, 1, 40 + n), {"mask": BAND}),
+    "decode, a function": lambda n: (drawn(2, 3, 40 + n), {"score": CAPPED, "causal": True}),
+    "decode, pattern and bias": lambda n: (drawn(2, 1, 40 + n), {"mask": BAND, "score": hiding(1, HEADS, 1, 40 + n)}),
+    "self, a table and a function": lambda n: (drawn(2, 33, 33), {"mask": BEHIND, "score": CAPPED}),
     "self": lambda n: (drawn(2, 33, 33), {}),
     "self, causal": lambda n: (drawn(2, 33, 33), {"causal": True}),
     "self, top-left, a scale": lambda n: (drawn(2, 20, 33), {"causal": "top-left", "scale": 0.1 + n}),

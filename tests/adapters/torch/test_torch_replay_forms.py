@@ -8,15 +8,17 @@ import sys
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
-from adapters.torch.test_torch_replay import by_python, drawn, known, same, used
+from adapters.torch.test_torch_replay import CAPPED, HEADS, by_python, drawn, known, same, used
 from injection import interrupted, needs_places, places, spread
 from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
+import speedlight.torch
 from speedlight.calls import dense
-from speedlight.cpu.memory.forms import BLOCK, FORM
+from speedlight.cpu.memory.forms import BLOCK, FORM, OPTIONS
 from speedlight.cpu.runtime import replay, workers
 from speedlight.problem.problem import PLAIN
 
@@ -188,3 +190,54 @@ def test_nothing_is_kept_and_nothing_is_lost(known):
         del q, k, v, mask, out
         gc.collect()
         assert all([name() is None for name in names])
+
+
+def test_expressions_are_known_by_identity(known):
+    """Those that are equal, or that a list holds, are Python's; so are functions, and tables of tensors."""
+    torch.manual_seed(0)
+    q, k, v = drawn(2, 1, 40)
+    slopes = torch.linspace(0.1, 1, HEADS).requires_grad_()
+    of_tensor = sl.alibi(slopes)
+    numbers = [2.0]
+    calls = {
+        "known": lambda: sl.attention(q, k, v, score=CAPPED),
+        "equal": lambda: sl.attention(q, k, v, score=sl.softcap(2.0)),
+        "other": lambda: sl.attention(q, k, v, score=sl.softcap(3.0)),
+        "listed": lambda: sl.attention(q, k, v, score=[CAPPED]),
+        "a function": lambda: sl.attention(q, k, v, score=lambda s, b, h, i, j: s * numbers[0]),
+        "a tensor's": lambda: sl.attention(q, k, v, score=of_tensor),
+    }
+    with torch.no_grad():
+        for _ in range(3):
+            for name, call in calls.items():
+                before, want = used(known), by_python(call)
+                same(call(), want)
+                assert used(known) == before or name == "known"
+        assert used(known) >= 1
+        numbers[0] = 5.0
+        same(calls["a function"](), by_python(calls["a function"]))
+        slopes += 1
+        with pytest.raises(sl.Error, match="written to since"):
+            speedlight.torch.attention(q, k, v, score=of_tensor)
+
+
+def test_lookups_past_a_table_are_pythons_errors(known):
+    few = sl.table(np.arange(43.0))
+    score = sl.expression(lambda s, b, h, i, j: s + few[j], "score")
+    with torch.no_grad():
+        for n in range(43, 39, -1):
+            sl.attention(*drawn(2, 1, n), score=score)
+        assert used(known) >= 1
+        with pytest.raises(sl.Error, match="43"):
+            sl.attention(*drawn(2, 1, 44), score=score)
+
+
+def test_forms_hold_what_they_are_known_by(known):
+    """An address is one object's only while that lives."""
+    with torch.no_grad():
+        for options in ({"score": sl.softcap(3.5)}, {"mask": sl.window(9, 2)}, {"window": (9, None)}):
+            for _ in range(3):
+                sl.attention(*drawn(2, 1, 40), **options)
+    assert len(known._known) == 3
+    for form, (_, options, *_) in known._known.values():
+        assert [form[FORM.word(f"option{n}")] for n in range(OPTIONS)] == [id(x) for x in options]

@@ -17,6 +17,7 @@ from speedlight.problem.windows import SPARE
 
 __all__ = ["known"]
 DIM = 32
+SEEN = np.arange(3000) > np.array([[0], [7]])
 
 
 def made(batch=1, dtype="float32", **more):
@@ -49,6 +50,10 @@ CASES = {
     "bfloat16": {"batch": 2, "past": 20, "dtype": "bfloat16"},
     "codes": {"batch": 1, "past": 20, "dtype": "int8"},
     "read": {"batch": 2, "past": 20, "read": True},
+    "a pattern": {"batch": 2, "past": 20, "options": {"mask": sl.window(9, None)}},
+    "padding on the left": {"batch": 2, "past": 20, "options": {"mask": sl.padding(SEEN)}},
+    "a function": {"batch": 1, "past": 20, "new": 3, "options": {"score": sl.softcap(2.0)}},
+    "a ring and a function": {"batch": 1, "past": 200, "of": {"window": 50}, "options": {"score": sl.softcap(2.0)}},
     "a ring": {"batch": 1, "past": 200, "of": {"window": 50}},
     "a ring and first tokens": {"batch": 1, "past": 20, "of": {"window": 50, "keep_first": 4}},
 }

@@ -139,6 +139,10 @@ def _check_again():
         assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.float32
         with pytest.raises(sl.Error, match="scaling"):
             attend(torch.nn.Module(), q, k, k, spec, scaling=True)
+    capped = torch.tensor(2.0)
+    for softcap in (2.0, 5.0):
+        want = attend(torch.nn.Module(), q, k, k, mask_of(**given), softcap=softcap)[0]
+        assert_equal(attend(torch.nn.Module(), q, k, k, spec, softcap=capped.fill_(softcap))[0], want)
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(torch.nn.Module(), q, k, k, spec)[0].dtype == torch.bfloat16
     with _Seen() as seen:

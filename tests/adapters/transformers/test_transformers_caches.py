@@ -16,6 +16,7 @@ with warnings.catch_warnings():  # of a first import, about libraries that are m
     warnings.simplefilter("ignore")
     from transformers import LlamaConfig
     from transformers.cache_utils import DynamicCache, StaticCache
+    from transformers.masking_utils import sliding_window_causal_mask_function
 
 __all__ = ["llama", "registered", "tokens"]
 
@@ -202,3 +203,64 @@ def test_codes(llama, tokens, dtype, near):
     want, cache = logits(model, "eager", tokens), Cache(model.config, dtype=dtype)
     got = logits(model, "speedlight", tokens, past_key_values=cache)
     assert 0 < (got - want).abs().max() < near * want.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("first", [0, 5])
+def test_keys_that_a_static_cache_has_not_taken(rows, first):
+    """They are not read; the bits are those of a mask that hides them, from token to token."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
+    seen = torch.arange(40) >= torch.tensor([[0], [first]])
+    make, attend = speedlight.transformers.attention_mask, speedlight.transformers.attention_forward
+    with torch.no_grad():
+        for start in range(9, 33, rows):
+            q = torch.randn(2, 4, rows, 16)
+            mask = make(2, rows, 40, q_offset=start, attention_mask=seen)
+            assert mask.cut().k_len == start + rows and mask.cut() is mask.cut() and mask.k_len == 40
+            assert torch.equal(mask.cut().dense(), mask.dense()[..., : start + rows])
+            for _ in range(2):
+                got = attend(torch.nn.Module(), q, k, v, mask)[0]
+                want = sl.attention(q, k, v, causal=True, q_start=start, mask=sl.padding(seen.numpy()))
+                assert torch.equal(got, want.transpose(1, 2))
+    whole = make(2, 4, 40, q_offset=36)
+    assert whole.cut() is whole
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_layers_steps_are_those_of_whole_sequences(softcap, window):
+    """Steps that are repeated at once have the bits of a call over all tokens, and leave as many tokens."""
+    torch.manual_seed(0)
+    layer = speedlight.transformers.caches.Layer(64, window, None)
+    q, k, v = (torch.randn(1, h, 40, 16) for h in (4, 2, 2))
+    options = {"mask": None if window is None else sl.window(7, None), "score": softcap and sl.softcap(softcap)}
+    function = None if window is None else sliding_window_causal_mask_function(window)
+    make, attend = speedlight.transformers.attention_mask, speedlight.transformers.attention_forward
+    with torch.no_grad():
+        want = sl.attention(q, k, v, causal=True, **options).transpose(1, 2)
+        for at, n in [(0, 9), *[(at, 1) for at in range(9, 40)]]:
+            length, first = layer.get_mask_sizes(n)
+            more = {} if function is None else {"mask_function": function}
+            mask = make(1, n, length, at, first, **more)
+            kept = layer.update(k[:, :, at : at + n], v[:, :, at : at + n])
+            assert kept[0].shape == (1, 2, length, 16)
+            got = attend(torch.nn.Module(), q[:, :, at : at + n], *kept, mask, softcap=softcap)[0]
+            assert torch.equal(got, want[:, at : at + n]) and layer.get_seq_length() == at + n
+            assert layer.waiting is None
+
+
+def test_a_scale_of_two_layers_is_checked_in_each():
+    """They share a mask, which keeps the options of the first."""
+    torch.manual_seed(0)
+    layers = [speedlight.transformers.caches.Layer(64, None, None) for _ in range(2)]
+    make, attend = speedlight.transformers.attention_mask, speedlight.transformers.attention_forward
+    q, k = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16)
+    with torch.no_grad():
+        for at in range(20):
+            row, mask, new = q[:, :, at : at + 1], make(1, 1, at + 1, at), k[:, :, at : at + 1]
+            want = attend(torch.nn.Module(), row, *layers[0].update(new, new), mask, scaling=1.0)[0]
+            with pytest.raises(sl.Error, match="expected a number or None"):
+                attend(torch.nn.Module(), row, *layers[1].update(new, new), mask, scaling=True)
+            assert layers[1].get_seq_length() == at
+            assert torch.equal(attend(torch.nn.Module(), row, *layers[1].update(new, new), mask, scaling=1.0)[0], want)

@@ -114,6 +114,18 @@ def test_few_rows_have_the_bits_of_many(rng, head_dim, value_dim, monkeypatch):
         assert len(found) == 1, options
 
 
+def test_a_window_begins_at_any_key(rng, monkeypatch):
+    """Inside of what is summed together, too: nothing is seen of the keys before it."""
+    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
+    q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 1, 200, 64, 64, 1.0)
+    for first in range(130, 200):
+        mask, found = sl.window(199 - first, None), []
+        for many in (False, True):
+            with cpu_blocks(as_many=many):
+                found.append(sl.attention(q, k, v, mask=mask).tobytes())
+        assert found[0] == found[1], first
+
+
 def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, monkeypatch):
     monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
     q, k, v = qkv(rng, "bfloat16", 1, 1, 1, 200, 200, 64, 64, 1.0)
