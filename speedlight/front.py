@@ -131,7 +131,7 @@ def attention(
 
     Returns:
         The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).
-        On the vector unit avx512bf16 the lse of bfloat16 is off by about 1e-3, since weights are rounded.
+        On the vector units avx512bf16 and amx the lse of bfloat16 is off by about 1e-3, since weights are rounded.
 
     Raises:
         speedlight.Error: names the argument, what was expected and what came; also a ValueError or TypeError.

@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 import speedlight as sl
+from speedlight.host.machine import host_isas, isa_named
 
 FILE = Path(__file__).with_name("golden.json")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -220,8 +221,9 @@ def cases() -> Iterator[Case]:
 
 
 def class_of(dtype: str, unit: str) -> str:
-    """bfloat16 by the dot instruction has bits of its own."""
-    return "bfloat16, dot" if dtype == "bfloat16" and unit == "avx512bf16" else dtype
+    """Names the class of bits: bfloat16 by the dot instruction, and by tiles, has bits of its own."""
+    dot = isa_named(unit).dot(dtype)
+    return f"{dtype}, {'dot' if dot is True else dot}" if dot else dtype
 
 
 def mismatches(known: dict[str, str], unit: str) -> list[str]:
@@ -237,8 +239,6 @@ def mismatches(known: dict[str, str], unit: str) -> list[str]:
 
 
 def main() -> int:
-    from speedlight.host.machine import host_isas
-
     known = {} if "--write" in sys.argv else json.loads(FILE.read_text())
     before = len(known)
     wrong = [f"{isa.name}: {x}" for isa in host_isas() for x in mismatches(known, isa.name)]

@@ -24,8 +24,8 @@ def accuracy(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="A cache's format: int8, float8, bf16 or f16. May be given several times. Default all.",
-            autocompletion=one_of("int8", "float8", "bf16", "f16"),
+            help="A cache's format: int8, float8, bfloat16 or float16. May be given several times. Default all.",
+            autocompletion=one_of("int8", "float8", "bfloat16", "float16"),
         ),
     ] = None,
     as_json: Json = False,
@@ -37,7 +37,7 @@ def accuracy(
     names = [_SHORT.get(x, x) for x in cache or FORMATS]
     for name in names:
         if name not in FORMATS:
-            raise ArgumentError(f"--cache: expected some of int8, float8, bf16 and f16; got {name!r}.")
+            raise ArgumentError(f"--cache: expected some of int8, float8, bfloat16 and float16; got {name!r}.")
     found, options = given.read()
     if "cu_seqlens_q" in options:
         raise ArgumentError("--layout: expected one sequence, or a batch; got several, packed by cu_seqlens_q.")

@@ -170,7 +170,7 @@ def _operands(node: ast.AST) -> list[ast.expr]:
         case ast.BinOp(op=ast.Pow()):
             raise ValueError("expected no power: multiply, or use exp2(log2(x) * n)")
         case ast.Compare():
-            raise ValueError("expected comparisons of two, with < <= > >= == !=, joined by &: (0 < i) & (i < 9)")
+            raise ValueError("expected one sign in each comparison, as in (0 < i) & (i < 9); got several")
         case ast.BoolOp(op=op):
             one, other = ("&", "and") if isinstance(op, ast.And) else ("|", "or")
             raise ValueError(f"expected {one} in place of {other!r}, with comparisons in parentheses: (a) {one} (b)")

@@ -74,7 +74,7 @@ def test_every_page_is_in_the_nav_once():
 WORDS = {
     "GQA": "faq", "MQA": "faq", "grouped-query": "how-it-works", "KV cache": "tutorial", "PagedAttention": "faq",
     "quantization": "faq", "reproducible": "faq", "FlashAttention": "how-it-works", "xformers": "faq",
-    "nanoGPT": "faq", "Jupyter": "faq", "attention mask": "faq", "RoPE": "tutorial",
+    "nanoGPT": "faq", "Jupyter": "faq", "attention mask": "faq", "RoPE": "tutorial", "AMX": "faq", "ragged": "cookbook",
 }  # fmt: skip
 
 

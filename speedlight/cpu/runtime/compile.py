@@ -208,9 +208,14 @@ def _optimise(module: Any, builder: Any) -> None:
 
 
 def _make(shape: AnyShape) -> Kernel:
+    begin_product(shape)
+    return Kernel(symbol_of(shape), *objects_of(shape), does_tickets=shape.kind == "append")
+
+
+def begin_product(shape: AnyShape) -> None:
+    """Makes this process ready for the product of a shape: before its code runs, whoever compiled it."""
     if shape.kind == "forward" and shape.isa.has_tiles and getattr(shape, "product", "") == "amx_tiles":
         begin_tiles(shape.isa)
-    return Kernel(symbol_of(shape), *objects_of(shape), does_tickets=shape.kind == "append")
 
 
 @functools.cache

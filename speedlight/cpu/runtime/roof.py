@@ -24,7 +24,7 @@ from ..memory.records import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
 from ..memory.shape import Shape
 from ..memory.words import Words
 from ..products.product import product_of
-from .compile import Kernel, _host_triple, cache_directory, compile_ir, keep, read_kept
+from .compile import Kernel, _host_triple, begin_product, cache_directory, compile_ir, keep, read_kept
 from .workers import run_region
 
 _CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times throughput, few enough for registers
@@ -41,6 +41,7 @@ OPERANDS = ARGUMENTS.bytes  # vectors behind the arguments
 def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
     """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums `limit` pieces of memory."""
     s = Shape("forward", isa, storage, 1)
+    begin_product(s)
     module = Module("roof")
     _emit_peak(module, s)
     _emit_read(module, isa)

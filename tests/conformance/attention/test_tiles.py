@@ -17,6 +17,7 @@ from tile_problems import problems, results
 import speedlight as sl
 from speedlight.cpu.kernels.tile_test import TILE_BYTES, TileTestShape
 from speedlight.cpu.runtime import compile as compiling
+from speedlight.cpu.runtime import roof
 from speedlight.errors import UnsupportedError
 from speedlight.host import machine
 
@@ -168,3 +169,16 @@ def test_other_bits_than_specified_are_refused(monkeypatch):
     monkeypatch.setattr(compiling, "permit_tiles", lambda: None)
     with pytest.raises(UnsupportedError, match="other bits"):
         compiling.begin_tiles.__wrapped__(SOFTWARE)
+
+
+def test_a_roof_asks_for_tiles_before_it_runs_them(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def ask() -> None:
+        raise Asked
+
+    monkeypatch.setattr(compiling, "permit_tiles", ask)
+    compiling.begin_tiles.cache_clear()
+    with pytest.raises(Asked):
+        roof._kernels.__wrapped__(machine.isa_named("amx"), "bf16")
