@@ -53,12 +53,12 @@ ERRORS = {
         ([11, 12], "q_lengths: expected at most 11, the tokens of sequence 1 by now; got 12"),
         ([13, 1], "q_lengths: expected lengths from 0 to 12, the queries in q; got 13"),
         ([1], "q_lengths: expected 2 lengths"),
-        (None, r"q: expected 2 tokens, as k has; got 12 .* told by q_lengths=\."),
+        (None, r"q: expected 2 tokens, as k has; got 12 .* give q_lengths=\."),
     ],
     "pool": [
         ([12], "q_lengths: expected at most 11, the tokens of sequence 0 by now; got 12"),
         ([2], "q_lengths: expected 1 ints, one per sequence, that add up to the 12 queries"),
-        (None, r"k: expected 12 tokens, as q and new_lengths have; got 2\. Other queries .* told by q_lengths=\."),
+        (None, r"k: expected 12 tokens, as q and new_lengths have; got 2\. For other queries .* give q_lengths=\."),
     ],
 }
 
@@ -88,7 +88,7 @@ def test_queries_that_are_not_those_of_the_new_tokens(rng, one_kernel, dtype, ki
                 assert lse[:, low:high].tobytes() == want_lse[:, rows].tobytes()
             kept.truncate(before)
             if new == [2, 2] and not kept.pool:  # it must be said each time
-                with pytest.raises(sl.ArgumentError, match="told by q_lengths="):
+                with pytest.raises(sl.ArgumentError, match="give q_lengths="):
                     kept.cache.attend(0, padded(given[0], asked), *(padded(x, new) for x in given[1:3]))
         kept.append(*given[1:])
     few, (q, k, v) = Kept(kind, 2, dtype), (np.concatenate([x[n][:12] for x in tokens]) for n in range(3))
