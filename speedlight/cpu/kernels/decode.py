@@ -218,9 +218,10 @@ class _Task(Work):
             self.tile(start, count, count)
             return
         first, end, clear = self.extent_of(Box(self.heads, self.positions), start, count)
-        clear, first = k.select(clear > first, clear, k.i64(0)), self.s.first_of_units(first)
+        begin = self.s.first_of_units(first)  # what comes before the first is hidden
+        clear = k.select((clear > first) & begin.equals(first), clear - first, k.i64(0))
         with k.when(first < end):
-            self.tile(start + first, end - first, k.max(clear - first, k.i64(0)))
+            self.tile(start + begin, end - begin, clear)
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
