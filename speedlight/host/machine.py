@@ -43,7 +43,7 @@ class Isa:
     @property
     def has_tiles(self) -> bool:
         """Has tile registers, which a process must ask the system for."""
-        return "amx_tile" in self.needs
+        return "amx-tile" in self.needs
 
     def product(self, storage: str, *, gradients: bool = False) -> str:
         """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each."""
@@ -86,7 +86,7 @@ PRODUCTS = {"fma": Steps(1), "pairs": Steps(2, dot=True), "amx_tiles": Steps(2, 
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
 _BF16, _TILES = (("bf16", "pairs"),), (("bf16", "amx_tiles"),)
 _AMX = "+amx-tile,+amx-bf16,+avx512bf16,-prefer-256-bit"
-_HAS_AMX = (*_AVX512, "avx512bf16", "amx_tile", "amx_bf16")
+_HAS_AMX = (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16")
 # best first:
 #    name          arch       bytes regs  LLVM's cpu   LLVM's features                what the host must have   products
 ISAS = (
@@ -149,7 +149,7 @@ def _features() -> set[str]:
         return {"neon", *_arm_features()}  # which all of 64 bits have
     said = _cpuinfo().get("flags", "").split()
     if said:
-        return {name.replace("avx512_", "avx512") for name in said}
+        return {name.replace("avx512_", "avx512").replace("amx_", "amx-") for name in said}
     return host_features()
 
 
