@@ -153,7 +153,7 @@ def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> 
     """Returns a kernel's figures, for --json."""
     functions, unit = _functions(listing), shape.isa
     return {
-        "kernel": symbol, "isa": unit.name, "runs_here": unit in machine.host_isas(),
+        "kernel": symbol, "isa": unit.name, "runs_here": unit in machine.runnable_isas(),
         "product": shape.product, "lanes": shape.lanes, "lanes_are": "keys" if shape.kind == "decode" else "queries",
         "tile_rows": None if shape.kind == "decode" else shape.rows,
         "tile_vectors": None if shape.kind == "decode" else shape.vectors, "panels": panels,

@@ -16,6 +16,7 @@ from problems import qkv
 import speedlight as sl
 from speedlight.arrays.array import describe
 from speedlight.cpu.engine import backward_call as gradients
+from speedlight.cpu.engine import forward_call
 from speedlight.cpu.engine.forward_call import prepare
 from speedlight.cpu.engine.schedule import schedule
 from speedlight.cpu.runtime.compile import symbol_of
@@ -26,6 +27,7 @@ from speedlight.host.tunings import TUNINGS
 from speedlight.problem.build import from_arrays
 from speedlight.problem.gradients import Asked
 from speedlight.problem.operands import Dense, Operands, Rows, Strides
+from speedlight.problem.plan import Roofs
 from speedlight.problem.problem import LAYOUTS, Options
 
 
@@ -382,6 +384,21 @@ def test_a_plan_measures_when_it_is_asked_for_roofs(tmp_path, monkeypatch):
         assert roof.kept_roofs(current_isa(), "f32", sl.get_threads()) is None, wrong
     file.write_text(whole.replace("1000000000.0", "9000000000.0"))
     assert roof.measure(current_isa(), "f32", sl.get_threads())[:2] == (9e9, 5e9) and peak() == 9e9  # the best
+
+
+@pytest.mark.parametrize(
+    ("unit", "backward", "kind"), [("amx", False, "bf16"), ("amx", True, "f32"), ("amx-software", False, "f32")]
+)
+def test_a_plan_of_tiles_has_the_peak_of_what_multiplies(unit, backward, kind, monkeypatch):
+    """Tiles that vectors compute take minutes to measure, and gradients use none."""
+    from speedlight.cpu.runtime import roof
+
+    asked: list[str] = []
+    monkeypatch.setattr(roof, "roofs", lambda isa, storage, threads: asked.append(storage) or Roofs(1e9, 5e9, "today"))
+    for module in (forward_call, gradients):
+        monkeypatch.setattr(module, "current_isa", lambda: machine.isa_named(unit))
+    plan = sl.plan(q_heads=2, q_len=64, head_dim=32, dtype="bfloat16", backward=backward)
+    assert (plan.isa, plan.peak_flops, asked) == (unit, 1e9, [kind])
 
 
 def test_linux_says_what_llvm_says_of_the_cpu():

@@ -209,6 +209,12 @@ def test_show(here, unit, tmp_path):
         assert here("show", "--backward", "--isa", unit, "--ir").stdout.startswith("; ModuleID")
 
 
+@pytest.mark.skipif("avx512" not in [x.name for x in host_isas()], reason="a machine without AVX-512")
+def test_show_knows_units_that_run_where_they_are_asked_for(here):
+    done = here("show", "--isa", "amx-software", "--json")
+    assert json.loads(done.stdout)["runs_here"]
+
+
 def test_view_of_weights(here, tmp_path):
     pytest.importorskip("matplotlib")
     labels = EXAMPLE.parent / "minilm-tokens.txt"

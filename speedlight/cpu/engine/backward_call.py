@@ -149,7 +149,8 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     workspace = how.workspace_bytes + _sum_bytes(problem)
     run = Run(how.isa.name, symbol_of(shape), how.threads, shape.panel, workspace, how.tuning.origin, backward=True)
-    return plan_of(problem, run, partial(measured_roofs, how.isa, problem.storage, how.threads), exact=exact)
+    measured = partial(measured_roofs, how.isa, problem.storage, how.threads, gradients=True)
+    return plan_of(problem, run, measured, exact=exact)
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[BackwardSchedule, Shape]:

@@ -61,12 +61,12 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     return plan_of(problem, run, measured, exact=exact)
 
 
-def measured_roofs(isa: Isa, storage: str, threads: int) -> Roofs:
+def measured_roofs(isa: Isa, storage: str, threads: int, *, gradients: bool = False) -> Roofs:
     """Measures this machine for a plan. No fork meanwhile: modules are imported, kernels compiled."""
     with lock:
-        from ..runtime.roof import roofs
+        from ..runtime.roof import kind_of_peak, roofs
 
-        return roofs(isa, storage, threads)
+        return roofs(isa, kind_of_peak(isa, storage, gradients=gradients), threads)
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:

@@ -221,7 +221,7 @@ class _Task(Work):
         whole = self.s.first_of_units(first)  # keys from there to `first` are hidden
         clear, first = k.select((clear > first) & whole.equals(first), clear, k.i64(0)), whole
         with k.when(first < end):
-            self.tile(start + first, end - first, k.max(clear - first, k.i64(0)))
+            self.tile(start + begin, end - begin, clear)
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""

@@ -108,9 +108,10 @@ def peak_flops(isa: Isa, storage: str, threads: int) -> float:
     return per_round * _ROUNDS * tickets / best
 
 
-def kind_of_peak(isa: Isa, storage: str) -> str:
+def kind_of_peak(isa: Isa, storage: str, *, gradients: bool = False) -> str:
     """Returns the storage type whose multiply-adds these numbers are multiplied by; tiles in software are of f32."""
-    return storage if storage == "f64" or (isa.product(storage) != "fma" and isa.is_native) else "f32"
+    product = isa.product(storage, gradients=gradients)
+    return storage if storage == "f64" or (product != "fma" and isa.is_native) else "f32"
 
 
 def bandwidth(isa: Isa, threads: int, size: int = _READ) -> float:

@@ -127,6 +127,16 @@ def test_a_window_begins_at_any_key(rng, monkeypatch):
         assert found[0] == found[1], first
 
 
+@pytest.mark.parametrize("start", [16, 32, 112])
+def test_few_rows_see_nothing_before_a_mask_begins(rng, start, monkeypatch):
+    """Though keys are summed from the chunk's first on."""
+    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
+    q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 2, 200, 8, 16, 1.0)
+    q[...] = 0
+    _, lse = sl.attention(q, k, v, mask=lambda b, h, i, j: j >= start, return_lse=True)
+    assert np.allclose(np.exp(lse), 200 - start, rtol=1e-2)
+
+
 def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, monkeypatch):
     monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
     q, k, v = qkv(rng, "bfloat16", 1, 1, 1, 200, 200, 64, 64, 1.0)
