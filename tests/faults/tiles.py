@@ -6,8 +6,8 @@ MUTATIONS = (
     Mutation(
         "a row sees what is summed together with the first key of its window",
         "cpu/kernels/decode.py",
-        "k.select((clear > first) & whole.equals(first), clear, k.i64(0))",
-        "k.select(clear > first, clear, k.i64(0))",
+        "k.select((clear > first) & begin.equals(first), clear - first, k.i64(0))",
+        "k.select(clear > first, clear - first, k.i64(0))",
         "tests/conformance/attention/test_tiles.py -k begins_at_any",
     ),
     Mutation(

@@ -406,7 +406,7 @@ def test_linux_says_what_llvm_says_of_the_cpu():
         pytest.skip("no /proc/cpuinfo")
     from llvmlite import binding
 
-    theirs = {name.replace("-", "_") for name, on in binding.get_host_cpu_features().items() if on}
+    theirs = {name for name, on in binding.get_host_cpu_features().items() if on}
     wanted = {name for isa in machine.ISAS for name in isa.needs}
     assert machine._features() & wanted == theirs & wanted
 

@@ -218,8 +218,8 @@ class _Task(Work):
             self.tile(start, count, count)
             return
         first, end, clear = self.extent_of(Box(self.heads, self.positions), start, count)
-        whole = self.s.first_of_units(first)  # keys from there to `first` are hidden
-        clear, first = k.select((clear > first) & whole.equals(first), clear, k.i64(0)), whole
+        begin = self.s.first_of_units(first)  # what comes before the first is hidden
+        clear = k.select((clear > first) & begin.equals(first), clear - first, k.i64(0))
         with k.when(first < end):
             self.tile(start + begin, end - begin, clear)
 
