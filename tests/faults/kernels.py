@@ -122,4 +122,32 @@ MUTATIONS = (
         "k.i64(1)",
         "tests/conformance/attention/test_attention.py",
     ),
+    Mutation(
+        "few rows leave out the second half of the pairs that tiles sum together",
+        "cpu/products/packing.py",
+        "            yield start, k.min(start + s.together, end)",
+        "            yield start, k.min(start + s.together // 2, end)",
+        "tests/conformance/attention/test_tiles.py -k few_rows_have",
+    ),
+    Mutation(
+        "values that are not finite are multiplied by weights of hidden keys",
+        "cpu/products/amx_tiles.py",
+        "k.select(finite, steps, k.i64(0))",
+        "k.select(finite, steps, steps)",
+        "tests/conformance/attention/test_tiles.py -k not_finite",
+    ),
+    Mutation(
+        "tiles of bfloat16 have weights of an earlier tile past their last key",
+        "cpu/products/amx_tiles.py",
+        'with k.range(p["steps"], chunks * ROWS) as t:',
+        'with k.range(p["steps"], p["steps"]) as t:',
+        "tests/conformance/attention/test_tiles.py -k few_rows_have",
+    ),
+    Mutation(
+        "keys before the first that a mask shows of a chunk are taken for visible",
+        "cpu/kernels/decode.py",
+        "(clear > first) & begin.equals(first)",
+        "clear > first",
+        "tests/conformance/attention/test_tiles.py -k before_a_mask_begins",
+    ),
 )
