@@ -127,6 +127,23 @@ def test_a_window_begins_at_any_key(rng, monkeypatch):
         assert found[0] == found[1], first
 
 
+@pytest.mark.parametrize("hidden", [0, 16, 50])
+def test_few_rows_leave_the_roundings_of_many(rng, hidden, monkeypatch):
+    """Of values whose sum is 0 a sum has its roundings alone, which bfloat16 does not hide."""
+    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
+    q, k, v = qkv(rng, "bfloat16", 1, 1, 1, 2, 256, 8, 48, 1.0)
+    q[...] = 0
+    v *= (2.0 ** rng.integers(-12, 12, v.shape)).astype(v.dtype)
+    half = (256 - hidden) // 2
+    v[:, :, 256 - half :] = -v[:, :, 256 - 2 * half + rng.permutation(half)]
+    options = {"mask": lambda b, h, i, j: j >= hidden} if hidden else {}
+    found = set()
+    for many in (False, True):
+        with cpu_blocks(as_many=many):
+            found.add(sl.attention(q, k, v, **options).tobytes())
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("start", [16, 32, 112])
 def test_few_rows_see_nothing_before_a_mask_begins(rng, start, monkeypatch):
     """Though keys are summed from the chunk's first on."""
