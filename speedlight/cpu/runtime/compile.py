@@ -232,7 +232,8 @@ def begin_tiles(isa: Isa) -> None:
     numbers = np.random.default_rng(0).standard_normal(pairs.shape).astype(np.float32)
     numbers[:, :8] = [[1e-39], [2.0**-100]]  # a subnormal number; products that are
     pairs[...], sums[...] = numbers.view(np.uint32) >> 16, numbers[0, : sums.size] * 3
-    _make(TileTestShape(isa)).entry(memory.ctypes.data)
+    shape = TileTestShape(isa)
+    Kernel(symbol_of(shape), *objects_of(shape)).entry(memory.ctypes.data)
     if not np.array_equal(memory[3], memory[4]):
         raise UnsupportedError(
             "SPEEDLIGHT_ISA: expected tile registers that sum in the order of docs/numerics.md; this CPU's have other "

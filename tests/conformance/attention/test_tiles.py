@@ -189,10 +189,12 @@ def test_a_refusal_says_why_and_what_to_do(number, why, monkeypatch):
 
 def test_other_bits_than_specified_are_refused(monkeypatch):
     class Wrong:
+        def __init__(self, *args: object) -> None: ...
+
         def entry(self, address: int) -> None:
             ctypes.memset(address + 3 * TILE_BYTES, 1, 1)
 
-    monkeypatch.setattr(compiling, "_make", lambda shape: Wrong())
+    monkeypatch.setattr(compiling, "Kernel", Wrong)
     monkeypatch.setattr(compiling, "permit_tiles", lambda: None)
     with pytest.raises(UnsupportedError, match="other bits"):
         compiling.begin_tiles.__wrapped__(SOFTWARE)
