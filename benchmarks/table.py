@@ -39,7 +39,7 @@ def table(path: Path) -> str:
     data = json.loads(path.read_text())
     versions = ", ".join(f"{n} {v}" for n, v in data["versions"].items() if n in ("torch", "onnxruntime", "openvino"))
     lines = [
-        f"### {data['family']}",
+        f"### {family_of(data)}",
         "",
         f"{machine_of(data)}; {versions}. Medians of one run, in turn; a ratio above 1 means that speedlight is",
         f"faster. Measured at {commits_of(data['rows'])}.",
@@ -125,7 +125,7 @@ def backward_table(paths: list[Path]) -> str:
 def figures(reports: list[dict[str, Any]]) -> str:
     """Returns the table of problems that a reader compares first, a line for each family that has them."""
     rows = [
-        (text, report["family"], *cells_of(row), against(*best_peer(row)))
+        (text, family_of(report), *cells_of(row), against(*best_peer(row)))
         for name, text in FIGURES
         for report in reports
         for row in report["rows"]
@@ -201,6 +201,11 @@ def programs(models: list[dict[str, Any]]) -> str:
     names = [x for start in PROGRAMS for x in dict.fromkeys(y for of in found for y in of) if x.startswith(start)]
     rows = ((name.removesuffix(", float32"), *(gain_of(of.get(name)) for of in found)) for name in names)
     return "\n".join(markdown(("program", *(report["family"] for report in models)), rows)) + "\n"
+
+
+def family_of(report: dict[str, Any]) -> str:
+    """Names a family of CPUs; of Intel's those that have tiles apart."""
+    return "Intel with AMX" if report["isa"] == "amx" else report["family"]
 
 
 def gain_of(row: dict[str, Any] | None) -> str:
