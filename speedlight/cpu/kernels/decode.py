@@ -342,9 +342,9 @@ class _Task(Work):
     def accumulate(self, r: Value) -> None:
         """Makes the accumulator accumulator · alpha + the tile's sums."""
         k, s = self.k, self.s
-        alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
+        alpha, begin = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes), self.begin_of(r)
         with k.range(0, self.slots) as slot:
             at = k.at(self.head_span, r * self.state_row + (slot + 1) * s.vector_bytes)
             x = k.load(s.vector, self.tile_sums, (r * self.slots + slot) * s.vector_bytes)
-            x = product_of(s).settle(k, x, self.begin_of(r))
+            x = product_of(s).settle(k, x, begin)
             k.store(k.fma(k.load(s.vector, at), alpha, x), at)

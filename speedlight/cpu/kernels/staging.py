@@ -7,6 +7,7 @@ from typing import Any
 from ..language.prototypes import prototype
 from ..language.vector import I32, PTR, Function, Module, Value
 from ..memory.shape import Shape
+from ..products.packing import filled_units
 from ..products.product import product_of
 from .prefetch import fetch_lines
 
@@ -23,7 +24,7 @@ def pack_queries(module: Module, s: Shape) -> Any:
     """q_panel[units, panel] from the rows named by a table of pointers."""
     k = module.function("pack_queries", prototype(f"table* q_panel* {_QUERY}"))
     p, product, (flip, end) = k.p, product_of(s), _flip_and_end(k, s)
-    filled = p["units"] if s.together == 1 else s.count_units(p["head_dim"])
+    filled = filled_units(k, s, p["head_dim"])
     with k.range(0, s.vectors) as v, k.range(0, end, s.lanes) as t:
         table = k.at(p["table"], v * (s.lanes * 8))
         fetch_lines(k, s, table, t + s.lanes)

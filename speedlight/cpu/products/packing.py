@@ -66,7 +66,7 @@ def stage_rows(product: Product, module: Module) -> Any:
     whole = p["length"] // s.lanes * s.lanes if in_units else s.whole_units(p["length"])
     end = whole if s.cached else k.select(p["column"].equals(s.key_bytes), whole, k.i64(0))
     together = s.piece // s.elements if s.cached else s.piece
-    filled = filled_units(k, s)
+    filled = filled_units(k, s, p["length"])
     with k.range(0, p["count"]) as j:
         source = k.load(PTR, p["places"], j // together * 8)
         source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
@@ -83,9 +83,9 @@ def stage_rows(product: Product, module: Module) -> Any:
     return k.finish()
 
 
-def filled_units(k: Function, s: Shape) -> Value:
-    """Counts the units of a row that have elements."""
-    return k.p["units"] if s.together == 1 else s.count_units(k.p["length"])
+def filled_units(k: Function, s: Shape, length: Value) -> Value:
+    """Counts the units of a row that have elements, of so many."""
+    return k.p["units"] if s.together == 1 else s.count_units(length)
 
 
 def fill_units(k: Function, s: Shape, row: Value, first: Value) -> None:
@@ -99,7 +99,7 @@ def stage_lanes(product: Product, module: Module) -> Any:
     """tile[count, units] from a cache's blocks: unit after unit, of each the BLOCK keys."""
     s, k = product.s, module.function("stage_lanes", prototype(TILE_WORDS))
     p, n = k.p, s.lanes
-    row, filled = p["units"] * s.number_bytes, filled_units(k, s)
+    row, filled = p["units"] * s.number_bytes, filled_units(k, s, p["length"])
     whole = filled // n * n
     stored = BLOCK * s.stored_bytes  # bytes of one unit of a block
     with k.range(0, p["count"], BLOCK) as j:
