@@ -115,6 +115,19 @@ def test_few_rows_have_the_bits_of_many(rng, head_dim, value_dim, monkeypatch):
         assert len(found) == 1, options
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1e-38), (1e37, 1e-38, 1)])
+def test_few_rows_take_subnormals_for_zeros_too(rng, sizes, monkeypatch):
+    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
+    q, k, v = qkv(rng, "bfloat16", 1, 4, 2, 3, 133, 64, 64, 1.0)
+    q, k, v = ((x * np.float32(size)).astype(x.dtype) for x, size in zip((q, k, v), sizes, strict=True))
+    assert min(abs(x[x != 0]).min() for x in (k, v)) < SMALLEST
+    found = set()
+    for many in (False, True):
+        with cpu_blocks(as_many=many):
+            found.add(sl.attention(q, k, v).tobytes())
+    assert len(found) == 1
+
+
 def test_a_window_begins_at_any_key(rng, monkeypatch):
     """Inside of what is summed together, too: nothing is seen of the keys before it."""
     monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
