@@ -8,6 +8,7 @@ import ctypes
 import errno
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from engines import cpu_blocks
@@ -128,6 +129,20 @@ def test_few_rows_take_subnormals_for_zeros_too(rng, sizes, monkeypatch):
     assert len(found) == 1
 
 
+def test_a_sum_that_is_flushed_to_zero_has_no_sign(monkeypatch):
+    """Beside negative values that weigh nothing any more: one of queries, or several, by tiles or not."""
+    q, k, v = np.ones((1, 1, 2, 64)), np.full((1, 1, 256, 64), -20.0), np.full((1, 1, 256, 64), -1.0)
+    k[:, :, 128:130], v[:, :, 128], v[:, :, 129] = 20, -1.5 * SMALLEST, SMALLEST
+    found = set()
+    for unit, many in itertools.product(UNITS, (False, True)):
+        monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
+        with cpu_blocks(as_many=many):
+            out = sl.attention(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)))
+        assert not out.any()
+        found |= set(np.signbit(out).ravel())
+    assert found == {False}
+
+
 def test_a_window_begins_at_any_key(rng, monkeypatch):
     """Inside of what is summed together, too: nothing is seen of the keys before it."""
     monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
@@ -167,9 +182,12 @@ def test_few_rows_see_nothing_before_a_mask_begins(rng, start, monkeypatch):
     assert np.allclose(np.exp(lse), 200 - start, rtol=1e-2)
 
 
-def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, monkeypatch):
+@pytest.mark.parametrize("size", [1, 1e-38])
+def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, size, monkeypatch):
+    """The others' bits are those of tiles, which take subnormals for zeros."""
     monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
     q, k, v = qkv(rng, "bfloat16", 1, 1, 1, 200, 200, 64, 64, 1.0)
+    v = (v * np.float32(size)).astype(v.dtype)
     plain = sl.attention(q, k, v, causal=True)
     v[0, 0, 150, 7], v[0, 0, 160, 9] = np.inf, np.nan
     found = sl.attention(q, k, v, causal=True)
