@@ -131,8 +131,9 @@ def test_few_rows_take_subnormals_for_zeros_too(rng, sizes, monkeypatch):
 
 def test_a_sum_that_is_flushed_to_zero_has_no_sign(monkeypatch):
     """Beside negative values that weigh nothing any more: one of queries, or several, by tiles or not."""
-    q, k, v = np.ones((1, 1, 2, 64)), np.full((1, 1, 256, 64), -20.0), np.full((1, 1, 256, 64), -1.0)
-    k[:, :, 128:130], v[:, :, 128], v[:, :, 129] = 20, -1.5 * SMALLEST, SMALLEST
+    q, k, v = np.ones((1, 1, 2, 64)), np.full((1, 1, 161, 64), -20.0), np.full((1, 1, 161, 64), -1.0)
+    k[:, :, 128::32], v[:, :, 128::32] = 20, 0  # in chunks of their own: a sum of one begins at +0
+    v[:, :, 128], v[:, :, 160] = -1.5 * SMALLEST, SMALLEST
     found = set()
     for unit, many in itertools.product(UNITS, (False, True)):
         monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
