@@ -92,7 +92,9 @@ def test_a_plan_tells_the_balance_of_threads_that_are_not_here():
 
 
 @pytest.mark.parametrize("lengths", [None, (300, 1, 0, 170)])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "q_len", "k_len"), [(8, 4, 300, 400), (6, 6, 64, 3000), (12, 2, 2, 3500)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "q_len", "k_len"), [(8, 4, 300, 400), (6, 6, 64, 3000), (12, 2, 2, 3500), (12, 2, 2, 0)]
+)
 def test_no_bit_depends_on_how_many_threads_there_are(rng, lengths, q_heads, kv_heads, q_len, k_len):
     """Of 40 threads blocks of several heads take turns, tasks are smaller, and a decode step has more shares."""
     q, k, v = qkv(rng, "float32", 4, q_heads, kv_heads, q_len, k_len, 64, 64)

@@ -16,6 +16,7 @@ from speedlight.cpu.kernels.merge import MergeShape
 from speedlight.cpu.memory.shape import AppendShape, Shape, Source
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.host import machine
+from speedlight.host.llvm import process_triple
 
 
 @pytest.fixture
@@ -176,11 +177,12 @@ OBJECTS = {  # unit, system, triple, and what its object files begin with
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.parametrize("kind", ["forward", "backward", "decode", "merge", "append"] if FULL else ["decode", "merge"])
 def test_kernels_become_the_objects_of_other_systems(on, name, kind):
-    """Nobody has loaded one yet. They call nothing but memset, and no frame is so large that Windows wants it probed."""
+    """Nobody has loaded one yet. They call memset alone, and no frame is so large that Windows wants it probed."""
     unit, system, triple, begin = OBJECTS[name]
     isa, keys = machine.isa_named(unit), Source("f32", False)
     shapes = {"merge": MergeShape(isa), "append": AppendShape(isa, "int8", keys, keys)}
     shape = shapes.get(kind) or Shape(kind, isa, "f32", 0 if kind == "decode" else 3 if kind == "backward" else 2)
+    assert process_triple()  # loads LLVM, where it is
     on(system)
     text = compiling.emit(shape)
     assert compiling.compile_ir(shape, text, triple).startswith(begin)

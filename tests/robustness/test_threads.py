@@ -105,7 +105,7 @@ def test_many_that_sleep_wake_each_other():
     from speedlight.cpu.runtime.threads import Threads
 
     ours, region = Threads(), Region(lambda r: wait_until(lambda: len(r.came) == 40))
-    for turn in range(1, 4):
+    for _ in range(3):
         region.run(ours, 40)
         assert ours.started == 40 and len(region.left) == 40
         wait_until(lambda: ours._word("sleeping").value == 40)

@@ -105,8 +105,8 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     blocks = _blocks(rows, panel * panels) * problem.kv_heads
     side_by_side = _side_by_side(problem, _blocks(rows, panel * panels), threads)
     words = {
-        "panels": panels, "side_by_side": side_by_side, "width": sizes.width, "stage_k": int(stage_keys), "stage_v": int(stage_values),
-        "panel_bytes": panel_bytes,
+        "panels": panels, "side_by_side": side_by_side, "width": sizes.width, "stage_k": int(stage_keys),
+        "stage_v": int(stage_values), "panel_bytes": panel_bytes,
     }  # fmt: skip
     return Schedule(
         "forward",
@@ -205,8 +205,8 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     tasks, enough = heads // together, wants.tasks * threads * (1 if threads <= MANY else 2)
     most = -(-spans // wants.spans)
     parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
-    if threads > MANY:
-        parts = -(-spans // max(1, spans // parts))  # alike
+    if threads > MANY and parts > 1:
+        parts = min(most, -(-spans // (spans // parts)))  # alike
     elements = PRODUCTS[product_name(problem, isa)].elements
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),

@@ -80,7 +80,7 @@ class _Task(PanelWork):
         self.follows, self.prefetch = find_prefetch(self)
 
     def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
-        """Returns a ticket's kv head and its first row of queries: block after block of some heads, then of the next."""
+        """Returns a ticket's kv head and its first row of queries: some heads by turns, then the next ones."""
         k, a = self.k, self.a
         local, together = number - item.first, item.blocks * a.side_by_side
         head = local // together * a.side_by_side + local % a.side_by_side

@@ -5,7 +5,8 @@ region of that generation, and whether the region is open. Who takes a seat runs
 itself in `left`. The caller works as well. When it finds no more tickets it closes the region, with what seats are
 left, and waits for those that were taken. So a thread that comes late finds no seat, and reads nothing but the block.
 
-Between regions a thread looks at the state for a while, then sleeps. Block and code are never freed: threads sleep in
+Between regions a thread looks at the state for a while, then sleeps. Of many that sleep the caller wakes a few, which
+wake others. Block and code are never freed: threads sleep in
 them as long as the process lives.
 """
 
