@@ -29,7 +29,7 @@ from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Words, threads_for
 from ..runtime.tuned import tuning_of
-from .schedule import Schedule, product_name, schedule
+from .schedule import Schedule, product_name, schedule, token_bytes
 
 if TYPE_CHECKING:
     from ...problem.plan import Balance, Plan, Roofs
@@ -186,12 +186,6 @@ def _sinks(problem: Problem) -> np.ndarray | None:
         return None
     kind = np.float64 if problem.storage == "f64" else np.float32
     return np.array([x * LOG4_E for x in problem.sinks], kind)
-
-
-def token_bytes(problem: Problem) -> int:
-    """Returns the bytes of a token's keys and values."""
-    size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
-    return problem.kv_heads * (problem.head_dim + problem.value_dim) * size
 
 
 def _guessed_seconds(problem: Problem, how: Schedule) -> float:

@@ -16,8 +16,7 @@ from ...host.tunings import MANY, WAKES
 from ...problem.plan import Balance
 from ...problem.problem import SPAN, Problem
 from ..runtime.workers import first_region, next_region
-from .forward_call import token_bytes
-from .schedule import Schedule, product_name
+from .schedule import Schedule, product_name, token_bytes
 
 # Of servers, assumed: cores and bytes per second of a socket; seconds until a line is another core's, for each socket;
 # of a call that wakes a thread, and until that runs; from one region to the next

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...arrays.dtypes import STORAGE_BYTES
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
@@ -236,6 +237,12 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         partial_bytes=partial,
         heads=together,
     )
+
+
+def token_bytes(problem: Problem) -> int:
+    """Returns the bytes of a token's keys and values."""
+    size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
+    return problem.kv_heads * (problem.head_dim + problem.value_dim) * size
 
 
 def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding, heads_adjoin: bool) -> int:
