@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 from .machine import Isa, cpu_family, host_arch
 
-# threads: of more, each that is woken wakes as many others as WAKES says, and calls have smaller tasks than the tables
-# below say, which were measured on few. Chosen by simulation alone (cpu/engine/makespan.py)
-MANY, WAKES = 16, 4
-
 FAMILIES = {"zen4": "Zen 4", "zen5": "Zen 5", "intel512": "Intel with AVX-512", "other": "another CPU"}
 
 
@@ -92,6 +88,11 @@ class Threading:
     read_bytes: float  # … that a decode step reads keys and values with
     # from one worker's scratch to the next's: side by side they cost 2 to 4 % (a prefetcher runs into the other's)
     apart: int
+
+
+# threads: of more, each that is woken wakes as many others as WAKES says, and calls have smaller tasks than the tables
+# say, which were measured on few. Chosen by simulation alone (cpu/engine/makespan.py)
+MANY, WAKES = 16, 4
 
 
 class Origin(NamedTuple):
