@@ -16,7 +16,7 @@ from ...problem.problem import SPAN, TILE, Problem
 from ..memory.records import DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, DecodeSizes, ForwardSizes, placed
 
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
-_VISIT = 20_000  # FLOPs of a task for each of many threads, at least: they take tickets one after another
+_VISIT = 30_000  # FLOPs of a task for each of many threads, at least: they take tickets one after another
 _PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
 
 
