@@ -144,7 +144,7 @@ def attention_forward(
         return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
 
 
-_untraced = torch.compiler.disable(attention_forward)
+_untraced: Any = torch.compiler.disable(attention_forward)
 
 
 def _attend_beside_sinks(
