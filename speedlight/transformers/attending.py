@@ -88,8 +88,7 @@ def attention_forward(
         _check_unknown(module, more)
     if cache is not None:
         key, value = _append_paged(module, key, value, cache, more)
-    if softcap is not None:
-        softcap = float(softcap)  # known by its value
+    softcap = None if softcap is None else float(softcap)  # known by its value
     kept = (key, value) if type(key) is Kept and type(value) is Kept else None
     if type(attention_mask) is MaskSpec:
         keys = key.shape[2]
