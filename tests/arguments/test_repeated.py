@@ -27,6 +27,8 @@ from speedlight.host.machine import host_isas
 from speedlight.host.memo import Memo
 from speedlight.problem.prepared import Prepared
 
+pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a call knows no panels
+
 
 def test_out_stays_as_it_was_where_a_lookup_fails(rng):
     """The kernel finds out while it runs, after it has written rows; also in a call that was prepared before, over

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from speedlight.cpu.runtime import compile as compiling
+from speedlight.cpu.runtime import kept_files
 from speedlight.host import machine
 
 
@@ -148,17 +148,17 @@ def test_kernels_lie_where_the_system_keeps_such_files(on, monkeypatch, nowhere_
     known.user_cache_path = lambda *asked, **named: Path("/caches", *asked, *map(str, named.items()))  # type: ignore
     monkeypatch.setitem(sys.modules, "platformdirs", known)
     on(name)
-    assert compiling.cache_directory() == Path("/caches/speedlight/('appauthor', False)")
+    assert kept_files.cache_directory() == Path("/caches/speedlight/('appauthor', False)")
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", "/mine")
-    assert compiling.cache_directory() == Path("/mine")
+    assert kept_files.cache_directory() == Path("/mine")
 
 
 def test_on_linux_nothing_more_is_imported(on, monkeypatch, nowhere_said):
     monkeypatch.setitem(sys.modules, "platformdirs", None)  # an import would fail
     on("linux")
-    assert compiling.cache_directory() == Path("/home/ada/.cache/speedlight")
+    assert kept_files.cache_directory() == Path("/home/ada/.cache/speedlight")
     monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
-    assert compiling.cache_directory() == Path("/fast/speedlight")
+    assert kept_files.cache_directory() == Path("/fast/speedlight")
 
 
 # --- the CPUs that Linux and macOS tell of: the first of /proc/cpuinfo, and sysctl
