@@ -342,7 +342,7 @@ def _placed(r, x):
             return x
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(60 if FULL else 30))
 def test_arrays_of_masks_and_any_number_of_keys_are_arguments(monkeypatch, seed):
     """Dense masks and biases, in steps whose keys and masks grow, at other addresses and strides, of which some have
     one key or cross a span: each call is compared with one that is prepared anew.

@@ -43,7 +43,7 @@ def test_concurrent_callers(rng):
 def test_a_call_ends_when_its_last_task_has(rng, monkeypatch, way):
     """Three tasks for two threads: who finds none left waits for the other."""
     use(monkeypatch, way)
-    q, k, v = qkv(rng, "float32", 1, 3, 3, 32, 2000, 64, 64)
+    q, k, v = qkv(rng, "float32", 1, 3, 3, 32, 20_000, 64, 64)
     sl.set_threads(2)
     out = sl.attention(q, k, v)
     want = out.tobytes()
