@@ -246,7 +246,7 @@ def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:
     if objects is None:
         module = _module(shape)
         texts = module.parts() if _in_parts(shape.isa) else (str(module),)
-        objects = tuple([compile_ir(shape, text, _host_triple(shape)) for text in texts])
+        objects = tuple([compile_ir(shape, text, host_triple()) for text in texts])
         if path:
             code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
             keep(path, _MAGIC + sum_of(path, code) + hashlib.sha256("".join(texts).encode()).digest() + code)
@@ -258,8 +258,8 @@ def _in_parts(isa: Isa) -> bool:
     return isa.arch == "x86_64" and sys.platform == "linux"
 
 
-def _host_triple(shape: AnyShape) -> str | None:
-    """The object format must be the host's; on Linux it is the level's own."""
+def host_triple() -> str | None:
+    """Returns the triple whose object format is the host's; on Linux it is the unit's own."""
     return None if sys.platform == "linux" else process_triple()
 
 
