@@ -1,4 +1,4 @@
-"""What systems and CPUs say of themselves: macOS and Windows with answers put in place of theirs, and families of units."""
+"""What systems and CPUs say of themselves: macOS and Windows have others' answers put in their place."""
 
 from __future__ import annotations
 
