@@ -317,13 +317,10 @@ class Function:
 
     def all(self, condition: Value) -> Value:
         n = condition.x.type.count
-        whole = self.b.bitcast(condition.x, ir.IntType(n))
-        return Value(self, self.b.icmp_unsigned("==", whole, ir.Constant(ir.IntType(n), (1 << n) - 1)))
+        return condition.bits(ir.IntType(n)).equals((1 << n) - 1)
 
     def any(self, condition: Value) -> Value:
-        n = condition.x.type.count
-        whole = self.b.bitcast(condition.x, ir.IntType(n))
-        return Value(self, self.b.icmp_unsigned("!=", whole, ir.Constant(ir.IntType(n), 0)))
+        return condition.bits(ir.IntType(condition.x.type.count)).differs(0)
 
     def zext(self, a: Value, t: ir.Type) -> Value:
         return Value(self, self.b.zext(a.x, t))
@@ -431,15 +428,11 @@ class Function:
         self.b.branch(body)
         self.b.position_at_end(end)
 
-    @contextlib.contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
-        with self.b.if_then(condition.x):
-            yield
+    def when(self, condition: Value) -> contextlib.AbstractContextManager[Any]:
+        return self.b.if_then(condition.x)
 
-    @contextlib.contextmanager
-    def either(self, condition: Value) -> Iterator[tuple[Any, Any]]:
-        with self.b.if_else(condition.x) as (yes, no):
-            yield yes, no
+    def either(self, condition: Value) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
+        return self.b.if_else(condition.x)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """n vectors of n lanes, transposed in registers: each step exchanges one bit of row number and lane number."""

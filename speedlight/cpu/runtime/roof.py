@@ -24,7 +24,8 @@ from ..memory.records import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
 from ..memory.shape import Shape
 from ..memory.words import Words
 from ..products.product import product_of
-from .compile import Kernel, _host_triple, begin_product, cache_directory, compile_ir, keep, read_kept
+from .compile import Kernel, begin_product, compile_ir, host_triple
+from .kept_files import cache_directory, keep, read_kept
 from .workers import run_region
 
 _CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times throughput, few enough for registers
@@ -45,7 +46,7 @@ def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
     module = Module("roof")
     _emit_peak(module, s)
     _emit_read(module, isa)
-    code = compile_ir(s, str(module), _host_triple(s))
+    code = compile_ir(s, str(module), host_triple())
     return Kernel("peak", (code,), False), Kernel("read", (code,), False)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from tolerance import assert_within
+from tolerance import assert_equal
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -40,12 +40,6 @@ def formula(query, key, value, attn_mask=None, is_causal=False, scale=None, enab
         )  # fmt: skip
     empty = (scores == -math.inf).all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0) @ v
-
-
-def assert_equal(got, want, what="out"):
-    """Of two computations in float64."""
-    want = want.detach().numpy()
-    assert_within(got, want, 1e-12 * (1 + np.abs(want)), what, zeros_allowed=True)
 
 
 def drawn(*shape, dtype=torch.float64, seed=0, grad=False):

@@ -23,6 +23,7 @@ from speedlight.cpu.engine.backward_schedule import tickets_of_tables
 from speedlight.problem import biases
 from speedlight.problem.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("one_width")  # gradients have panels of their own
 RNG = np.random.default_rng(7)
 Q_HEADS, LENGTH = 4, 420
 SLOPES, ROWS = sl.table(RNG.random(Q_HEADS)), sl.table(RNG.standard_normal((Q_HEADS, 2 * LENGTH)))
