@@ -36,6 +36,16 @@ class Isa:
         return f"{self.arch}-unknown-linux-gnu"
 
     @property
+    def takes_lanes(self) -> bool:
+        """Multiplies by one lane of a register: one load brings several numbers of a row."""
+        return self.arch == "aarch64"
+
+    @property
+    def overwrites_addends(self) -> bool:
+        """Multiply-adds write their sum over the addend: one that is needed again is copied first, or loaded again."""
+        return self.arch == "aarch64"
+
+    @property
     def is_native(self) -> bool:
         """Has the instructions of its products, and does not compute their bits by others."""
         return self.has_tiles or not any([PRODUCTS[product].dot == "tiles" for _, product in self.products])

@@ -104,6 +104,9 @@ class _Weights:
         self.k, self.s, self.c, self.top, self.limits = k, s, c, top, limits
         self.product = product_of(s)
         self.base = [base_of(k, s, t) for t in top]
+        if s.isa.overwrites_addends:
+            for v, base in enumerate(self.base):
+                k.store(-base, k.p["check"], self._base_at(v))
         self.hidden = k.const(-0.0, s.vector)
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
@@ -175,7 +178,7 @@ class _Weights:
         k, s = self.k, self.s
         each = [(i, v) for i in range(keys) for v in range(s.vectors)]
         xs = [k.load(s.vector, k.p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in each]
-        es = [k.fma(x, self.c, -self.base[v]) for x, (_, v) in zip(xs, each, strict=True)]
+        es = [k.fma(x, self.c, self._less_base(v)) for x, (_, v) in zip(xs, each, strict=True)]
         if how == "careful":
             es = clamp_exponents(k, s, es, [self.base[v] for _, v in each])
         ws = exp4(k, s, es, any_x=how == "careful")
@@ -185,6 +188,15 @@ class _Weights:
                 shown = [y & x.differs(float("-inf")) for x, y in zip(xs, shown, strict=True)]
             ws = [k.select(y, w, self.hidden) for y, w in zip(shown, ws, strict=True)]
         return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
+
+    def _less_base(self, v: int) -> Value:
+        """Returns what is added to an exponent: a row of check has it where it is overwritten."""
+        if self.s.isa.overwrites_addends:
+            return self.k.load_again(self.s.vector, self.k.p["check"], self._base_at(v))
+        return -self.base[v]
+
+    def _base_at(self, v: int) -> int:
+        return 2 * self.s.row_bytes + self.s.lane_offset(v)
 
     def finish(self, old: list[Value]) -> None:
         """Updates the state. check gets alpha, then what a sum of values starts from: +0, or -0 in a lane that sees

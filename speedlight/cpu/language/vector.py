@@ -33,6 +33,15 @@ class _BFloat(ir.types.Type):
         return hash("bfloat")
 
 
+class _VolatileLoad(ir.instructions.LoadInstr):
+    """A load that LLVM leaves where it is, which llvmlite lacks."""
+
+    def descr(self, buf: list[str]) -> None:
+        text: list[str] = []
+        super().descr(text)
+        buf.append("".join(text).replace("load", "load volatile", 1))
+
+
 BF16 = _BFloat()
 _SIZES = {I8: 1, I16: 2, I32: 4, I64: 8}
 _SUFFIX = {F16: "f16", F32: "f32", F64: "f64", I32: "i32", I64: "i64"}
@@ -269,6 +278,19 @@ class Function:
     def i64(self, value: int) -> Value:
         return self.const(value, I64)
 
+    def table(self, t: ir.Type, values: Sequence[float]) -> Value:
+        """Returns the address of constants, each in every lane."""
+
+
+        def make(module: Module) -> Any:
+            kind = ir.ArrayType(t, len(values))
+            table = ir.GlobalVariable(module.ir, kind, module.ir.get_unique_name("table"))
+            table.linkage, table.global_constant, table.unnamed_addr = "internal", True, True
+            table.initializer = ir.Constant(kind, [_constant(t, x, math.copysign(1.0, x)) for x in values])
+            return table
+
+        return Value(self, self.module.once(f"{t} {values}", make))
+
     def iota(self, lanes: int) -> Value:
         """0, 1, 2, …"""
         return Value(self, _numbers(I64, *range(lanes)))
@@ -301,6 +323,14 @@ class Function:
     def min(self, a: Value, b: Value) -> Value:
         """a where a < b, else b: with a NaN in either, b."""
         return self.select(a < b, a, b)
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger, +0 above -0; NaN if either is."""
+        return self.intrinsic(f"llvm.maximum.{_suffix(a.type)}", a.type, a, b)
+
+    def minimum(self, a: Value, b: Value) -> Value:
+        """The smaller, -0 below +0; NaN if either is."""
+        return self.intrinsic(f"llvm.minimum.{_suffix(a.type)}", a.type, a, b)
 
     def splat(self, a: Value, lanes: int) -> Value:
         t = vec(a.type, lanes)
@@ -359,6 +389,12 @@ class Function:
     def load(self, t: ir.Type, pointer: Value, offset: Value | int = 0, align: int = 1) -> Value:
         return Value(self, self.b.load(self.at(pointer, offset).x, align=align, typ=t))
 
+    def load_again(self, t: ir.Type, pointer: Value, offset: int) -> Value:
+        """Loads what is overwritten where it is used: every time, and never kept in a register."""
+        found = _VolatileLoad(self.b.block, self.at(pointer, offset).x, typ=t)
+        self.b._insert(found)
+        return Value(self, found)
+
     def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
         self.b.store(value.x, self.at(pointer, offset).x, align=align)
 
@@ -405,12 +441,23 @@ class Function:
         self.b.branch(head)
         self.b.position_at_end(end)
 
-    def unrolled(self, low: Value | int, high: Value, body: Callable[[Value], None], by: int = 2) -> None:
-        """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not."""
+    def unrolled(
+        self,
+        low: Value | int,
+        high: Value,
+        body: Callable[[Value], None],
+        by: int = 2,
+        turn: Callable[[Value], None] | None = None,
+    ) -> None:
+        """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not. turn(index)
+        is called in place of `by` bodies.
+        """
         start = low if isinstance(low, Value) else self.i64(low)
         middle = start + (high - start) // by * by
         with self.range(start, middle, by) as t:
-            for i in range(by):
+            if turn is not None:
+                turn(t)
+            for i in range(0 if turn else by):
                 body(t + i)
         with self.range(middle, high) as t:
             body(t)

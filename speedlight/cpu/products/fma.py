@@ -177,6 +177,9 @@ class Fma:
         """Returns multiply_add() in lanes that see the unit, by seen_lanes(), else total: no value that is hidden is
         touched.
         """
+        if self.s.isa.overwrites_addends:  # 0 · -0 leaves any total as it is, without a copy of it
+            zero, nothing = k.const(0.0, self.s.vector), k.const(-0.0, self.s.vector)
+            return k.fma(k.select(seen, value, zero), k.select(seen, weight, nothing), total)
         return k.select(seen, k.fma(value, weight, total), total)
 
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
