@@ -334,7 +334,9 @@ def _windows_processors() -> bytes:
 
 @functools.cache
 def cpu_family() -> str:
-    """ "zen4", "zen5", "intel512" (of Intel's, all that have AVX-512) or "other"."""
+    """ "zen4", "zen5", "intel512" (of Intel's, all that have AVX-512), "arm" or "other"."""
+    if host_arch() == "aarch64":
+        return "arm"
     words = _cpuinfo()
     avx512 = "avx512f" in words.get("flags", "").split()  # Zen 3 is of family 25, too, without it
     match words.get("vendor_id"), words.get("cpu family"):

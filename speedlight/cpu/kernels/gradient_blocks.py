@@ -76,13 +76,16 @@ class PairWork(PanelWork):
             with k.forever() as enough:
                 enough(self.has_come(turn) | (spins.get() >= _SPINS))
                 spins.set(spins.get() + 1)
-                if self.s.isa.arch == "x86_64":
-                    k.pause()
+                k.pause(self.s.isa.arch)
             if sys.platform != "win32":
                 k.intrinsic("sched_yield", I32)
 
     def has_come(self, turn: Value) -> Value:
-        return self.k.fetch_add(self.progress, 0, 0) >= turn
+        return self.done_at(self.progress) >= turn
+
+    def done_at(self, counter: Value) -> Value:
+        """Counts the steps that are done."""
+        return self.k.look(self.s.isa.arch, counter)
 
     def factor(self) -> Value:
         """Returns the scale of scores."""

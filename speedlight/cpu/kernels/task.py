@@ -205,11 +205,11 @@ def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
         k.call(run, k.p["a"])
         k.intrinsic("llvm.aarch64.set.fpcr", VOID, saved)
     share = k.finish()
-    joined(module, share, symbol)
+    joined(module, isa, share, symbol)
     return share
 
 
-def joined(module: Module, share: Any, symbol: str) -> None:
+def joined(module: Module, isa: Isa, share: Any, symbol: str) -> None:
     """Writes the public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
 
     One call for both, because Python sees signals between calls only. Who comes later finds no ticket and touches the
@@ -219,8 +219,8 @@ def joined(module: Module, share: Any, symbol: str) -> None:
     a = k.p["a"]
     k.call(share, a)
     with k.forever() as leave_if:
-        left = k.fetch_add(a, 8 * LEFT, 0)  # before `worker`: then all who had come by that time have left
-        leave_if(left.equals(k.fetch_add(a, 8 * WORKER, 0)))
+        left = k.look(isa.arch, a, 8 * LEFT)  # before `worker`: then all who had come by that time have left
+        leave_if(left.equals(k.look(isa.arch, a, 8 * WORKER)))
         if sys.platform != "win32":
             k.intrinsic("sched_yield", I32)
     k.finish()

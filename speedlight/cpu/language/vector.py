@@ -281,7 +281,6 @@ class Function:
     def table(self, t: ir.Type, values: Sequence[float]) -> Value:
         """Returns the address of constants, each in every lane."""
 
-
         def make(module: Module) -> Any:
             kind = ir.ArrayType(t, len(values))
             table = ir.GlobalVariable(module.ir, kind, module.ir.get_unique_name("table"))
@@ -414,9 +413,18 @@ class Function:
         by = amount.x if isinstance(amount, Value) else I64(amount)
         return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, by, "seq_cst"))
 
-    def pause(self) -> None:
-        """Tells an x86 core that it waits for another."""
-        self.intrinsic("llvm.x86.sse2.pause", VOID)
+    def look(self, arch: str, pointer: Value, offset: int = 0) -> Value:
+        """Reads what other threads add to, and all that they wrote before."""
+        if arch == "x86_64":
+            return self.fetch_add(pointer, offset, 0)
+        return Value(self, self.b.load_atomic(self.at(pointer, offset).x, "acquire", 8, typ=I64))
+
+    def pause(self, arch: str) -> None:
+        """Tells a core that it waits for another."""
+        if arch == "x86_64":
+            self.intrinsic("llvm.x86.sse2.pause", VOID)
+        else:
+            self.intrinsic("llvm.aarch64.hint", VOID, self.const(1, I32))  # yield
 
     # --- control
 
@@ -449,8 +457,8 @@ class Function:
         by: int = 2,
         turn: Callable[[Value], None] | None = None,
     ) -> None:
-        """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not. turn(index)
-        is called in place of `by` bodies.
+        """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not.
+        turn(index), if there is one, takes the place of `by` bodies.
         """
         start = low if isinstance(low, Value) else self.i64(low)
         middle = start + (high - start) // by * by

@@ -96,7 +96,7 @@ def spread(k: Function, s: Shape, row: Value, offset: Value | int, count: int = 
 
 
 def spread_columns(k: Function, s: Shape, row: Value, offsets: Sequence[Value | int]) -> Iterator[list[Value]]:
-    """Loads the unit at each offset to all lanes; of columns side by side, at known offsets, as many as a load brings."""
+    """Loads the unit at each offset to all lanes; where those are known to adjoin, as many as a load brings."""
     adjoin = s.isa.takes_lanes and isinstance(offsets[0], int) and len(offsets) % s.lanes == 0
     count = s.lanes if adjoin else 1
     for m in range(0, len(offsets), count):
