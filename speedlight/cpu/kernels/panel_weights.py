@@ -105,8 +105,9 @@ class _Weights:
         self.product = product_of(s)
         self.base = [base_of(k, s, t) for t in top]
         if s.isa.overwrites_addends:
-            for v, base in enumerate(self.base):
-                k.store(-base, k.p["check"], self._base_at(v))
+            for v, (limit, base) in enumerate(zip(limits, self.base, strict=True)):
+                k.store(limit, k.p["check"], s.row_bytes + s.lane_offset(v))
+                k.store(-base, k.p["check"], 2 * s.row_bytes + s.lane_offset(v))
         self.hidden = k.const(-0.0, s.vector)
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
@@ -183,20 +184,23 @@ class _Weights:
             es = clamp_exponents(k, s, es, [self.base[v] for _, v in each])
         ws = exp4(k, s, es, any_x=how == "careful")
         if how != "all":
-            shown = [below(k, s, j + i, self.limits[v]) for i, v in each]
+            shown = [below(k, s, j + i, self._limit(v)) for i, v in each]
             if how == "careful" or s.hides:  # what a mask hides has such a score
                 shown = [y & x.differs(float("-inf")) for x, y in zip(xs, shown, strict=True)]
             ws = [k.select(y, w, self.hidden) for y, w in zip(shown, ws, strict=True)]
         return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
 
-    def _less_base(self, v: int) -> Value:
-        """Returns what is added to an exponent: a row of check has it where it is overwritten."""
+    def _limit(self, v: int) -> Value:
+        """Returns lanes' limits: loaded again where registers are wanted for constants."""
         if self.s.isa.overwrites_addends:
-            return self.k.load_again(self.s.vector, self.k.p["check"], self._base_at(v))
-        return -self.base[v]
+            return self.k.load_again(self.s.ivector, self.k.p["check"], self.s.row_bytes + self.s.lane_offset(v))
+        return self.limits[v]
 
-    def _base_at(self, v: int) -> int:
-        return 2 * self.s.row_bytes + self.s.lane_offset(v)
+    def _less_base(self, v: int) -> Value:
+        """Returns what is added to an exponent: loaded again where it is overwritten."""
+        if self.s.isa.overwrites_addends:
+            return self.k.load_again(self.s.vector, self.k.p["check"], 2 * self.s.row_bytes + self.s.lane_offset(v))
+        return -self.base[v]
 
     def finish(self, old: list[Value]) -> None:
         """Updates the state. check gets alpha, then what a sum of values starts from: +0, or -0 in a lane that sees

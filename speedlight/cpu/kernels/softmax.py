@@ -56,8 +56,8 @@ def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
     ys = [p.bits(s.ivector) + (t.bits(s.ivector) << shift) for p, t in zip(ps, ts, strict=True)]
     if not any_x:
         return [y.bits(s.vector) for y in ys]
-    low, zero = lowest_exponent(s), k.const(0, s.ivector)
-    zeroed = [k.select(x >= low, y, zero).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
+    (low,), zero = _addends(k, s, (lowest_exponent(s),)), k.const(0, s.ivector)
+    zeroed = [k.select(x >= low(), y, zero).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
     return [k.select(x.differs(x), k.abs(x), y) for x, y in zip(xs, zeroed, strict=True)]
 
 
@@ -94,7 +94,15 @@ def base_of(k: Function, s: Shape, top: Value) -> Value:
 def clamp_exponents(k: Function, s: Shape, exponents: list[Value], bases: list[Value]) -> list[Value]:
     """Returns exponents of at most 0 in rows whose maximum is LARGE."""
     zero = k.const(0.0, s.vector)
+    if s.isa.arch == "aarch64":  # others that are visible are near 0 at most
+        caps = [k.select(k.abs(base) >= LARGE, zero, k.const(LARGE, s.vector)) for base in bases]
+        return [k.minimum(e, cap) for e, cap in zip(exponents, caps, strict=True)]
     return [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e, base in zip(exponents, bases, strict=True)]
+
+
+def capped(k: Function, s: Shape, x: Value, most: Value) -> Value:
+    """Returns x, or `most` where that is less; NaN stays."""
+    return k.minimum(x, most) if s.isa.arch == "aarch64" else k.select(x > most, most, x)
 
 
 def rescale_weights(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
