@@ -27,7 +27,7 @@ class Loop(NamedTuple):
 
     function: str
     body: tuple[str, ...]
-    is_inner: bool  # has no other loop inside
+    height: int  # 1: has no other loop inside
 
     @property
     def products(self) -> int:
@@ -67,21 +67,25 @@ def hot_listing(s: Shape) -> str:
 
 
 def loops_of(listing: str) -> list[Loop]:
-    """Returns all loops of a listing, the inner ones of a function before those around them."""
+    """Returns all loops of a listing in order."""
     found = []
     for name, lines in _functions(listing).items():
         at = {m[1]: i for i, line in enumerate(lines) if (m := _LABEL.match(line))}
-        jumps = [(at[m[1]], i + 1) for i, line in enumerate(lines) if (m := _JUMP.match(line)) and at[m[1]] <= i]
-        ends = sorted({a: max(y for x, y in jumps if x == a) for a, _ in jumps}.items(), key=lambda x: x[1] - x[0])
-        for a, b in ends:
-            is_inner = not any(a <= x and y <= b for x, y in ends if (x, y) != (a, b))
-            found.append(Loop(name, tuple(x for x in lines[a:b] if _is_instruction(x)), is_inner))
+        jumps = sorted((at[m[1]], i + 1) for i, line in enumerate(lines) if (m := _JUMP.match(line)))
+        ends = {first: end for first, end in jumps if first < end}  # the last jump back of each
+        heights: dict[int, int] = {}
+        for first, end in sorted(ends.items(), key=lambda x: x[1] - x[0]):
+            inside = [heights[x] for x in heights if first < x < end]
+            heights[first] = 1 + max(inside, default=0)
+        for first, end in ends.items():
+            body = tuple(x for x in lines[first:end] if _is_instruction(x))
+            found.append(Loop(name, body, heights[first]))
     return found
 
 
 def hot_loops(listing: str, least: int = 4) -> list[Loop]:
     """Returns the innermost loops that have so many multiply-adds."""
-    return [x for x in loops_of(listing) if x.is_inner and x.products >= least]
+    return [x for x in loops_of(listing) if x.height == 1 and x.products >= least]
 
 
 def blocks_of(listing: str, function: str) -> list[list[str]]:

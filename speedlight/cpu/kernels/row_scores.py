@@ -45,14 +45,17 @@ def score_rows(module: Module, s: Shape) -> Any:
     runs = list(product.key_runs(k, p["head_dim"]))
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
     dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
-    unit_step = k.select(dense, k.i64(n * s.stored_bytes), k.i64(s.stored_bytes))
+    unit_step = k.select(dense, k.i64(keys_at_once * s.stored_bytes), k.i64(s.stored_bytes))
     zero = k.const(0.0, s.vector)
 
     def transposed(ahead: Value | None, t: Value, run: KeyRun, first: int) -> list[Value]:
         """Loads and transposes units of a vector of rows, from unit t on."""
         lane_step, keys = k.select(dense, k.i64(run.bytes), p["key_row"]), []
+        turns = 64 // run.bytes if s.tiles.key_vectors > 1 else 1  # of which each fetches a share of the rows' lines
+        if turns > 1 and ahead is not None:
+            ahead = k.at(ahead, k.select(dense, k.i64(0), t // run.step % turns * p["key_row"]))
         for m in range(first, first + n):
-            if ahead is not None:
+            if ahead is not None and m % turns == 0:
                 k.prefetch(k.at(ahead, t * unit_step + lane_step * m), s.fetching.level)
             keys.append(run.load(k.load(PTR, rows, 8 * m), t))
         return k.transpose(keys)
