@@ -499,8 +499,14 @@ class Function:
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """n vectors of n lanes, transposed in registers: each step exchanges one bit of row number and lane number."""
         n = len(rows)
-        out = list(rows)
-        step = 1
+        out, step = list(rows), 1
+        if n == 4 and out[0].type.element in (F32, I32):  # halves as numbers first: LLVM makes two instructions of them
+            wide = [x.bits(vec(F64, 2)) for x in out]
+            halves = [self.shuffle(wide[i % 2], wide[i % 2 + 2], [i // 2, i // 2 + 2]) for i in range(4)]
+            out = [x.bits(out[0].type) for x in halves]
+            for i in (0, 2):
+                out[i : i + 2] = [self.shuffle(*out[i : i + 2], index) for index in ([0, 4, 2, 6], [1, 5, 3, 7])]
+            return out
         while step < n:
             low = [lane if not lane & step else n + (lane ^ step) for lane in range(n)]
             high = [lane ^ step if not lane & step else n + lane for lane in range(n)]
