@@ -8,7 +8,7 @@ RUN := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
-.PHONY: release-check check-arm check-amx gpu-check gpu clean
+.PHONY: release-check check-arm check-amx predict gpu-check gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)

@@ -51,16 +51,22 @@ def hot_listing(s: Shape) -> str:
     match s.kind:
         case "forward":
             product = product_of(s)
-            score_tile(module, s), softmax_tile(module, s), product.value_tile(module), product.predicated_tile(module)
+            score_tile(module, s)
+            softmax_tile(module, s)
+            product.value_tile(module)
+            product.predicated_tile(module)
         case "backward":
             product = outer_product_of(s)
-            product.product_tile(module), Weights(module, s, last=True).function()
+            product.product_tile(module)
+            Weights(module, s, last=True).function()
             for predicated in (False, True):
                 product.into_queries(module, predicated=predicated)
             for rows, vectors in s.tiles.gradients:
                 product.into_keys(module, rows, vectors)
         case _:
-            score(module, s), weigh(module, s), value_tiles(module, s)
+            score(module, s)
+            weigh(module, s)
+            value_tiles(module, s)
             if s.cached:
                 score_heads(module, s)
     return compile_ir(s, str(module), assembly=True)

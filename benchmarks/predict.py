@@ -53,8 +53,8 @@ def cycles(body: tuple[str, ...], cpu: str) -> float:
     lines = [re.sub(r"\.LBB\w+", "1f", y) for x in body for y in _parted(x)]
     command = [find_mca(), "-mtriple=aarch64", f"-mcpu={cpu}", "-mattr=+fullfp16,+bf16", "-iterations=200"]
     said = subprocess.run(command, input="\n".join(lines) + "\n1:\n", capture_output=True, text=True, check=True).stdout
-    total, turns = (float(re.search(rf"^{name}:\s+(\d+)", said, re.M)[1]) for name in ("Total Cycles", "Iterations"))
-    return total / turns
+    counts = dict(re.findall(r"^(Total Cycles|Iterations):\s+(\d+)", said, re.M))
+    return int(counts["Total Cycles"]) / int(counts["Iterations"])
 
 
 def _parted(line: str) -> list[str]:

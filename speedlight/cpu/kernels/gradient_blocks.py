@@ -21,6 +21,7 @@ from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panels import Panel, PanelWork, Tile
 from .score_backward import changes_flow, entries_tile, needs_raw, score_backward_tile
 from .staging import pack_queries
+from .task import look, pause
 from .visibility import extent, visibility
 
 _SPINS = 64  # looks before a waiting thread lets others run
@@ -76,7 +77,7 @@ class PairWork(PanelWork):
             with k.forever() as enough:
                 enough(self.has_come(turn) | (spins.get() >= _SPINS))
                 spins.set(spins.get() + 1)
-                k.pause(self.s.isa.arch)
+                pause(k, self.s.isa)
             if sys.platform != "win32":
                 k.intrinsic("sched_yield", I32)
 
@@ -85,7 +86,7 @@ class PairWork(PanelWork):
 
     def done_at(self, counter: Value) -> Value:
         """Counts the steps that are done."""
-        return self.k.look(self.s.isa.arch, counter)
+        return look(self.k, self.s.isa, counter)
 
     def factor(self) -> Value:
         """Returns the scale of scores."""

@@ -20,6 +20,7 @@ from llvmlite import ir
 
 from ...problem.problem import FAR_LSE
 from ..language.prototypes import prototype
+from ..language.reloading import load_again
 from ..language.vector import I64, Function, Module, Value
 from ..memory.shape import Shape
 from ..products.product import outer_product_of
@@ -117,7 +118,7 @@ class Weights:
     def _delta(self, v: int) -> Value:
         """Returns the delta of a vector of lanes, which is loaded again where registers are wanted for constants."""
         if self.s.isa.overwrites_addends:
-            return self.k.load_again(self.s.vector, self.k.p["stats"], self._stat_at(1, v))
+            return load_again(self.k, self.s.vector, self.k.p["stats"], self._stat_at(1, v))
         return self.delta[v]
 
     def _less_lse(self, x: Value, v: int) -> Value:
@@ -126,7 +127,7 @@ class Weights:
         if self.scale is None:
             return x - self.lse[v]
         if s.isa.overwrites_addends:
-            return k.fma(-x, self.scale, k.load_again(s.vector, k.p["stats"], self._stat_at(0, v)))
+            return k.fma(-x, self.scale, load_again(k, s.vector, k.p["stats"], self._stat_at(0, v)))
         return k.fma(x, self.scale, -self.lse[v])
 
     def _weights(self, scores: list[Value], vectors: list[int], careful: bool) -> list[Value]:

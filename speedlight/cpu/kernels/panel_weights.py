@@ -10,6 +10,7 @@ from llvmlite import ir
 
 from ...problem.problem import TILE
 from ..language.prototypes import prototype
+from ..language.reloading import load_again
 from ..language.vector import F32, I32, I64, Function, Module, Value, vec
 from ..memory.shape import Shape
 from ..products.product import product_of
@@ -193,13 +194,13 @@ class _Weights:
     def _limit(self, v: int) -> Value:
         """Returns lanes' limits: loaded again where registers are wanted for constants."""
         if self.s.isa.overwrites_addends:
-            return self.k.load_again(self.s.ivector, self.k.p["check"], self.s.row_bytes + self.s.lane_offset(v))
+            return load_again(self.k, self.s.ivector, self.k.p["check"], self.s.row_bytes + self.s.lane_offset(v))
         return self.limits[v]
 
     def _less_base(self, v: int) -> Value:
         """Returns what is added to an exponent: loaded again where it is overwritten."""
         if self.s.isa.overwrites_addends:
-            return self.k.load_again(self.s.vector, self.k.p["check"], 2 * self.s.row_bytes + self.s.lane_offset(v))
+            return load_again(self.k, self.s.vector, self.k.p["check"], 2 * self.s.row_bytes + self.s.lane_offset(v))
         return -self.base[v]
 
     def finish(self, old: list[Value]) -> None:

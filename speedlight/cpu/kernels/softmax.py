@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..language import functions
+from ..language.reloading import load_again, table_of
 from ..language.vector import F32, F64, Function, Module, Value
 from ..memory.shape import Shape
 from ..products.product import product_of
@@ -65,8 +66,8 @@ def _addends(k: Function, s: Shape, values: Sequence[float]) -> list[Callable[[]
     """Returns constants as they are added: loaded each time where they are overwritten."""
     if not s.isa.overwrites_addends:
         return [functools.partial(k.const, x, s.vector) for x in values]
-    table = k.table(s.vector, values)
-    return [functools.partial(k.load_again, s.vector, table, i * s.vector_bytes) for i in range(len(values))]
+    table = table_of(k, s.vector, values)
+    return [functools.partial(load_again, k, s.vector, table, i * s.vector_bytes) for i in range(len(values))]
 
 
 def combined_by(k: Function, s: Shape) -> tuple[Callable[[Value, Value], Value], ...]:

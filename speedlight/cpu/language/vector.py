@@ -33,15 +33,6 @@ class _BFloat(ir.types.Type):
         return hash("bfloat")
 
 
-class _VolatileLoad(ir.instructions.LoadInstr):
-    """A load that LLVM leaves where it is, which llvmlite lacks."""
-
-    def descr(self, buf: list[str]) -> None:
-        text: list[str] = []
-        super().descr(text)
-        buf.append("".join(text).replace("load", "load volatile", 1))
-
-
 BF16 = _BFloat()
 _SIZES = {I8: 1, I16: 2, I32: 4, I64: 8}
 _SUFFIX = {F16: "f16", F32: "f32", F64: "f64", I32: "i32", I64: "i64"}
@@ -54,7 +45,7 @@ def vec(element: ir.Type, count: int) -> ir.VectorType:
 
 # Kept, with their text: most of a module's text is constants, and most of those are alike.
 @functools.lru_cache(maxsize=2048, typed=True)
-def _constant(t: ir.Type, value: float, sign: float) -> ir.Constant:
+def constant(t: ir.Type, value: float, sign: float) -> ir.Constant:
     """`value`, in every lane; `sign` tells zeros apart."""
     return ir.Constant(t, [value] * t.count if isinstance(t, ir.VectorType) else value)
 
@@ -167,6 +158,9 @@ class Value:
         return Value(self.k, self.k.b.bitcast(self.x, t))
 
 
+Body = Callable[[Value], None]  # of a loop, at an index
+
+
 class Variable:
     """A mutable local; LLVM keeps it in a register."""
 
@@ -273,22 +267,10 @@ class Function:
     # --- constants and calls
 
     def const(self, value: float, t: ir.Type) -> Value:
-        return Value(self, _constant(t, value, math.copysign(1.0, value)))
+        return Value(self, constant(t, value, math.copysign(1.0, value)))
 
     def i64(self, value: int) -> Value:
         return self.const(value, I64)
-
-    def table(self, t: ir.Type, values: Sequence[float]) -> Value:
-        """Returns the address of constants, each in every lane."""
-
-        def make(module: Module) -> Any:
-            kind = ir.ArrayType(t, len(values))
-            table = ir.GlobalVariable(module.ir, kind, module.ir.get_unique_name("table"))
-            table.linkage, table.global_constant, table.unnamed_addr = "internal", True, True
-            table.initializer = ir.Constant(kind, [_constant(t, x, math.copysign(1.0, x)) for x in values])
-            return table
-
-        return Value(self, self.module.once(f"{t} {values}", make))
 
     def iota(self, lanes: int) -> Value:
         """0, 1, 2, …"""
@@ -388,12 +370,6 @@ class Function:
     def load(self, t: ir.Type, pointer: Value, offset: Value | int = 0, align: int = 1) -> Value:
         return Value(self, self.b.load(self.at(pointer, offset).x, align=align, typ=t))
 
-    def load_again(self, t: ir.Type, pointer: Value, offset: int) -> Value:
-        """Loads what is overwritten where it is used: every time, and never kept in a register."""
-        found = _VolatileLoad(self.b.block, self.at(pointer, offset).x, typ=t)
-        self.b._insert(found)
-        return Value(self, found)
-
     def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
         self.b.store(value.x, self.at(pointer, offset).x, align=align)
 
@@ -412,19 +388,6 @@ class Function:
         """Adds atomically; what was there before."""
         by = amount.x if isinstance(amount, Value) else I64(amount)
         return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, by, "seq_cst"))
-
-    def look(self, arch: str, pointer: Value, offset: int = 0) -> Value:
-        """Reads what other threads add to, and all that they wrote before."""
-        if arch == "x86_64":
-            return self.fetch_add(pointer, offset, 0)
-        return Value(self, self.b.load_atomic(self.at(pointer, offset).x, "acquire", 8, typ=I64))
-
-    def pause(self, arch: str) -> None:
-        """Tells a core that it waits for another."""
-        if arch == "x86_64":
-            self.intrinsic("llvm.x86.sse2.pause", VOID)
-        else:
-            self.intrinsic("llvm.aarch64.hint", VOID, self.const(1, I32))  # yield
 
     # --- control
 
@@ -449,14 +412,7 @@ class Function:
         self.b.branch(head)
         self.b.position_at_end(end)
 
-    def unrolled(
-        self,
-        low: Value | int,
-        high: Value,
-        body: Callable[[Value], None],
-        by: int = 2,
-        turn: Callable[[Value], None] | None = None,
-    ) -> None:
+    def unrolled(self, low: Value | int, high: Value, body: Body, by: int = 2, turn: Body | None = None) -> None:
         """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not.
         turn(index), if there is one, takes the place of `by` bodies.
         """
@@ -500,12 +456,13 @@ class Function:
         """n vectors of n lanes, transposed in registers: each step exchanges one bit of row number and lane number."""
         n = len(rows)
         out, step = list(rows), 1
-        if n == 4 and out[0].type.element in (F32, I32):  # halves as numbers first: LLVM makes two instructions of them
+        if n == 4 and element_of(out[0].type) in (F32, I32):  # halves as numbers first: LLVM makes two instructions of them
             wide = [x.bits(vec(F64, 2)) for x in out]
             halves = [self.shuffle(wide[i % 2], wide[i % 2 + 2], [i // 2, i // 2 + 2]) for i in range(4)]
             out = [x.bits(out[0].type) for x in halves]
             for i in (0, 2):
-                out[i : i + 2] = [self.shuffle(*out[i : i + 2], index) for index in ([0, 4, 2, 6], [1, 5, 3, 7])]
+                a, b = out[i : i + 2]
+                out[i : i + 2] = [self.shuffle(a, b, index) for index in ([0, 4, 2, 6], [1, 5, 3, 7])]
             return out
         while step < n:
             low = [lane if not lane & step else n + (lane ^ step) for lane in range(n)]
