@@ -106,6 +106,10 @@ mutations: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py
 
+# what llvm-mca predicts of kernels on Arm's CPUs, the table of docs/performance.md: needs LLVM 17 or later (Debian: llvm-19)
+predict: $(VENV)/.cli
+	$(RUN) benchmarks/predict.py
+
 # tables and pictures of docs/benchmarks.md, docs/performance.md and the README, from the rows of benchmarks/results
 readme: $(VENV)/.cli
 	$(RUN) benchmarks/table.py

@@ -456,7 +456,7 @@ class Function:
         """n vectors of n lanes, transposed in registers: each step exchanges one bit of row number and lane number."""
         n = len(rows)
         out, step = list(rows), 1
-        if n == 4 and element_of(out[0].type) in (F32, I32):  # halves as numbers first: LLVM makes two instructions of them
+        if n == 4 and element_of(out[0].type) in (F32, I32):  # halves first, as numbers: else LLVM copies
             wide = [x.bits(vec(F64, 2)) for x in out]
             halves = [self.shuffle(wide[i % 2], wide[i % 2 + 2], [i // 2, i // 2 + 2]) for i in range(4)]
             out = [x.bits(out[0].type) for x in halves]
