@@ -51,7 +51,7 @@ def score_rows(module: Module, s: Shape) -> Any:
     def transposed(ahead: Value | None, t: Value, run: KeyRun, first: int) -> list[Value]:
         """Loads and transposes units of a vector of rows, from unit t on."""
         lane_step, keys = k.select(dense, k.i64(run.bytes), p["key_row"]), []
-        turns = max(1, 64 // run.bytes) if s.tiles.key_vectors > 1 else 1  # of which each fetches a share of the rows' lines
+        turns = max(1, 64 // run.bytes) if s.tiles.key_vectors > 1 else 1  # each fetches a share of the lines
         if turns > 1 and ahead is not None:
             ahead = k.at(ahead, k.select(dense, k.i64(0), t // run.step % turns * p["key_row"]))
         for m in range(first, first + n):
