@@ -1,7 +1,7 @@
 """A vector unit that no CPU has, added where units are added, in tables: its bits are those of its base.
 
-AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel. Decoding takes two vectors
-of rows of keys at once.
+AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel.
+Decoding takes two vectors of rows of keys at once.
 """
 
 from __future__ import annotations
