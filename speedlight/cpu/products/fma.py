@@ -179,11 +179,9 @@ class Fma:
         """
         if not self.s.isa.overwrites_addends:
             return k.select(seen, k.fma(value, weight, total), total)
-        # without a copy of the total: 0 · -0 leaves any as it is. What is hidden weighs a zero of either sign
-        sign = k.const(-(1 << (8 * self.s.number_bytes - 1)), self.s.ivector)
-        hidden = k.select(seen, k.const(0, self.s.ivector), sign)
-        value = k.select(seen, value, k.const(0.0, self.s.vector))
-        return k.fma(value, (weight.bits(self.s.ivector) | hidden).bits(self.s.vector), total)
+        # without a copy of the total: 0 · -0 leaves any as it is
+        zero, nothing = k.const(0.0, self.s.vector), k.const(-0.0, self.s.vector)
+        return k.fma(k.select(seen, value, zero), k.select(seen, weight, nothing), total)
 
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
         """Returns whether anything of one unit is visible, and the bits that are, if that may be a part."""
