@@ -318,6 +318,8 @@ def test_families_of_cpus(vendor, family, flags, found, monkeypatch):
     assert machine.cpu_family.__wrapped__() == found
     monkeypatch.setattr(machine, "_cpuinfo", dict)
     assert machine.cpu_family.__wrapped__() == "other"
+    monkeypatch.setattr(machine, "host_arch", lambda: "aarch64")
+    assert machine.cpu_family.__wrapped__() == "arm"
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_no_other_cpu_unit_or_version_follows_it(kept, monkeypatch):
         write(other, json.loads(path.read_bytes()[tuned._HEADER :]))
         assert again() is shipped(isa)
     foreign = isa_named("neon" if isa.arch == "x86_64" else "avx2")
-    assert tuned.tuning_path(foreign) is None and tuned.tuning_of(foreign) is TUNINGS["other"]
+    assert tuned.tuning_path(foreign) is None and tuned.tuning_of(foreign) is shipped(foreign)
     narrow = replace(isa, name="narrow")
     assert tuned.tuning_of(narrow) is shipped(narrow)
     assert again().origin.parts == ("fma", "decoding")

@@ -63,7 +63,7 @@ def _emit_peak(module: Module, s: Shape) -> None:
             product.multiply_often(k, x, y, sums * _UNROLL)
     for i, total in enumerate(sums):
         k.store(total.get(), a, start + 8 * i)
-    _leave(module, k, "peak")
+    _leave(module, s.isa, k, "peak")
 
 
 def _emit_read(module: Module, isa: Isa) -> None:
@@ -81,12 +81,12 @@ def _emit_read(module: Module, isa: Isa) -> None:
                 total.set(total.get() + k.load(wide, base, at + i * isa.vector_bytes))
     for i, total in enumerate(sums):  # each to a place of its own: else LLVM drops all but the last, and their loads
         k.store(total.get(), a, OPERANDS + isa.vector_bytes * i)
-    _leave(module, k, "read")
+    _leave(module, isa, k, "read")
 
 
-def _leave(module: Module, k: Function, symbol: str) -> None:
+def _leave(module: Module, isa: Isa, k: Function, symbol: str) -> None:
     k.fetch_add(k.p["a"], 8 * LEFT, 1)
-    joined(module, k.finish(), symbol)
+    joined(module, isa, k.finish(), symbol)
 
 
 def _timed(kernel: Kernel, limit: int, threads: int, address: int = 0) -> float:
