@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.torch_tensors import is_detached
 from ..expressions.tables import Table
 from ..host.rounding import standard
 from .options import form_of
@@ -24,8 +25,10 @@ def shares_of(entries: int) -> int:
 
 
 def array_of(x: Any) -> Any:
-    """Returns the array that a table reads where it lies; anything else as it is."""
-    return x.array if type(x) is Table and not x.is_own and x.tensor is None else x
+    """Returns the array, or the plain tensor, that a table reads where it lies; anything else as it is."""
+    if type(x) is not Table or x.is_own or x.tensor is not None:
+        return x
+    return x.watched if is_detached(x.watched) else x.array
 
 
 def arrays_of(options: Options) -> list[Any]:
@@ -65,7 +68,7 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
                 array = np.broadcast_to(array, square)
         if array.shape != x.shape or not x.is_own:
             own[id(x)] = table = Table(array, x.name, copy=False)
-            table.watched = x.array
+            table.watched = array_of(x)
     if not own:
         return options, grads
     mask = own.get(id(options.mask), options.mask)
