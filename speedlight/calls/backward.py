@@ -15,7 +15,7 @@ from ..errors import UnsupportedError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
-from ..problem.biases import arrays_of, form_of_bias, reduced, with_own_tables
+from ..problem.biases import arrays_of, form_of_bias, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, asked, resolved
 from ..problem.operands import Operands
@@ -140,10 +140,7 @@ def _run(call: Any, given: list[Array], made: list[Any], grads: Any, seed: int |
     if call.problem.shared:
         dk, dv = _sum_items(b), _sum_items(c)
     results = tuple([like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False)])
-    if not grads:
-        return results
-    more = [reduced(y, x) for x, y in zip(grads, more, strict=True)]
-    return (*results, tuple([_convert(given[0], y) for y in more]))
+    return (*results, tuple([_convert(given[0], y) for y in more])) if grads else results
 
 
 def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:

@@ -23,7 +23,7 @@ from ..memory.operands import steps
 from ..memory.records import BACKWARD, GRADIENTS, TABLES, GradientItem
 from ..memory.shape import Kind, Shape
 from ..runtime.compile import symbol_of
-from ..runtime.launch import Launch, Words, threads_for
+from ..runtime.launch import Launch, Words, give_scratch, threads_for
 from ..runtime.tuned import tuning_of
 from .backward_schedule import (
     BackwardSchedule,
@@ -35,6 +35,7 @@ from .backward_schedule import (
 )
 from .forward_call import bits_of, measured_roofs, program_of, signs_of, words_of_problem
 from .table_sums import added, sums_of
+from .term_sums import terms_of
 
 
 class Gradients:
@@ -48,6 +49,7 @@ class Gradients:
         self.unwritten = _unwritten(self.problem, lies)
         program, skew = program_of(self.problem, backward=True), 0
         self.sums = sums_of(self.problem, request.tables)
+        self.terms = {} if self.sums is None else terms_of(self.problem, request.tables, threads, isa)
         self.places: tuple[Any, ...] = ()  # of arrays in mask and score, for each launch
         self.tables = None  # the call that adds to their gradients, where that of dq, dk and dv does not
         if self.sums is not None:
@@ -87,7 +89,7 @@ class Gradients:
         for name in self.unwritten:
             getattr(x, name).numpy()[...] = 0
         count = 1 if self.tables is None else self.tables.how.tickets.progress
-        found, shares = ({}, None) if self.sums is None else self.sums.new(self.problem, count)
+        found, shares, held = ({}, None, ()) if self.sums is None else self.sums.new(self.problem, count, self.terms)
         of_call, of_tables = (*arrays, None)[:2] if arrays else (None, None)
         narrow = () if self.problem.storage in ("f32", "f64") or self.problem.partial else (x.dq, x.dk, x.dv)
         beside = [np.empty(a.shape, np.float32) for a in narrow]  # where they are summed
@@ -95,9 +97,12 @@ class Gradients:
         self.call.run(x, sums, seed, shares if self.tables is None else None, tables=of_call)
         if self.tables is not None:
             self.tables.run(x, [x.dq.address] * 3, seed, shares, tables=of_tables)
-        tables = {at: added(each) for at, each in found.items()}
-        grads = self.request.grads
-        return tuple(self._narrowed(self._sinks(x) if y == SINKS else tables[id(y)]) for y in grads)
+        tables = {at: self._narrowed(added(each)) for at, each in found.items()}
+        for at, terms in self.terms.items():
+            tables[at] = terms.add(tables[at])
+        for scratch in held:
+            give_scratch(scratch)
+        return tuple([self._narrowed(self._sinks(x)) if y == SINKS else tables[id(y)] for y in self.request.grads])
 
     @standard
     def _sinks(self, x: Operands) -> np.ndarray:
