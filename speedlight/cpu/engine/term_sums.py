@@ -42,16 +42,13 @@ class TermSums:
         item, head, *_ = (1,) * (4 - len(shape)) + shape
         self.shape, self.kind = shape, np.float64 if problem.storage == "f64" else np.float32
         numbers = np.arange(batch * heads).reshape(batch, heads)  # of terms, items before heads
-        if item == batch and head < heads:
-            each = list(numbers)
-        elif head == heads and item < batch:
-            each = list(numbers.T)
-        else:
-            each = [numbers.ravel()]
+        each = []
+        if 0 not in terms and 0 not in shape:
+            each = [x.ravel() for part in np.split(numbers, item) for x in np.split(part, head, axis=1)]
         self.groups: list[np.ndarray] = []  # sizes of groups, which runs point to
         runs: list[tuple[int, ...]] = []
         for at, of_entry in enumerate(each):
-            for first, last, block in _blocks(problem, rows) if of_entry.size else ():
+            for first, last, block in _blocks(problem, rows):
                 groups = self._group(problem, of_entry, block, shares)
                 for start in range(first * keys, last * keys, _ENTRIES):
                     count, place = min(_ENTRIES, last * keys - start), (at * entries + start) * size
