@@ -140,9 +140,7 @@ def _has_tangents(tensors: tuple[Any, ...]) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """q, k, v, sinks and the tensors behind tables → `results`, which are out and lse: the operations, in half their
-    time.
-    """
+    """`results`, out and lse, as made of q, k, v, sinks and the tensors behind tables: in half the operations' time."""
 
     @staticmethod
     def forward(ctx: Any, known: Followed, read: Any, results: Any, *tensors: Any) -> Any:
@@ -173,8 +171,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients_of(known: Followed, *tensors: Any) -> Any:
-    """The gradients of a call of these tensors, the last of which are numbers of tables, and SINKS: a table is made of a
-    tensor that is added where the call was not prepared.
+    """Returns gradients_of() these; the last are numbers of tables, and SINKS. A tensor that is added becomes a table
+    only where no such call was prepared.
     """
     *tensors, wanted = tensors
     tables, options = known.tables, known.unfollowed

@@ -118,7 +118,7 @@ def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: An
 def repeat(
     q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options
 ) -> tuple[Any, Any, Any]:
-    """Returns the arrays of a call, its key, and the gradients where it was prepared before; the last two may be None."""
+    """Returns the arrays of a call, its key, and its gradients if it was prepared before; both may be None."""
     d_out, d_lse = resolved(d_out), resolved(d_lse)
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
     key = _key_of(tensors, options, (engines.threads_now(), current_isa().name), grads)

@@ -64,7 +64,7 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
         array = x.array
         if square and array.shape[-2:] == square[-2:] and square[-2] <= _FEW and math.prod(square) <= _ENTRIES:
             fits = all([n in (1, m) for n, m in zip(array.shape[::-1], square[::-1], strict=False)])
-            in_order = x.kind == "float" and is_alike or _adds_in_order(array.shape, square, shares_of(entries))
+            in_order = (x.kind == "float" and is_alike) or _adds_in_order(array.shape, square, shares_of(entries))
             if fits and in_order and any([x is y for y in grads]):
                 array = np.broadcast_to(array, square)
         if array.shape != x.shape or not x.is_own:

@@ -156,9 +156,9 @@ class Prepared:
         *, staged: bool = False, places: Any = (), reads: int = 3,
     ) -> None:  # fmt: skip
         """given: q, or q, k and v, with `out` if that is the caller's; or k and v, which are only stored: then there is
-        no call; or what a backward pass reads. reads: how many of them no call writes. put: the call that stores new tokens. staged: results
-        go to new memory first, since a lookup may turn out to be out of range. places: of the arrays in mask and score,
-        as Launch.places_of() has them.
+        no call; or what a backward pass reads. put: the call that stores new tokens. staged: results go to new memory
+        first, since a lookup may turn out to be out of range. places: of the arrays in mask and score, as
+        Launch.places_of() has them. reads: how many of `given`, from the first, are only read.
         """
         self.places, self.reads = places, reads
         self.call, self.put, self.staged = call, put, staged

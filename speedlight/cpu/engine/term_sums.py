@@ -67,7 +67,7 @@ class TermSums:
         """Returns the sizes of the groups of an entry's terms: those that are in one share."""
         blocks = blocks_of_positions(problem)
         count, groups = problem.batch * problem.q_heads * blocks, [len(terms)]
-        if block >= 0 and 1 < shares and blocks < POSITIONS:
+        if block >= 0 and shares > 1 and blocks < POSITIONS:
             ends = np.arange(1, min(shares, count) + 1) * count // min(shares, count)
             share = np.searchsorted(ends, terms * blocks + block, side="right").tolist()
             groups = [len(list(same)) for _, same in itertools.groupby(share)]

@@ -12,7 +12,6 @@ from typing import ClassVar
 from ...arrays.dtypes import STORAGE_BYTES
 from ...host.machine import Isa
 from ..language.conversions import load_f64, store_f64
-from ..language.functions import like
 from ..language.vector import F64, I64, PTR, Function, Module, Value, vec
 from ..memory.records import HEAD, Record
 from ..memory.words import Words

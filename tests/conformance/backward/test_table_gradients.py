@@ -19,8 +19,8 @@ from ways import poisoned
 import speedlight as sl
 from speedlight import reference
 from speedlight.cpu.engine import backward_call, table_sums
-from speedlight.cpu.engine.term_sums import TermSums
 from speedlight.cpu.engine.backward_schedule import tickets_of_tables
+from speedlight.cpu.engine.term_sums import TermSums
 from speedlight.problem import biases
 from speedlight.problem.problem import Problem
 
