@@ -65,7 +65,8 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
     check_one_dtype(dtypes[0], dtypes[1])
     known, read = settled(known)
-    results = attend(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
+    with torch.no_grad():
+        results = attend(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
     out, lse = _Attention.apply(known, read, results, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out
 
