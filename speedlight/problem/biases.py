@@ -57,7 +57,7 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
     square, own = _square(options.layout, q, k), {}
     entries = sum([x.array.size for x in grads if isinstance(x, Table)])
     # items have the same rows at the same positions: then blocks of all are known
-    is_alike = options.q_lengths is options.k_lengths is None and not np.ndim(options.q_start or 0)
+    is_alike = options.q_lengths is options.k_lengths is None and not np.ndim(options.q_start)
     for x in (options.mask, *scores_of(options.score)):
         if type(x) is not Table or x.tensor is not None:
             continue
