@@ -193,7 +193,9 @@ def _attend_again(
         out = attend_again(tag, query, key, value, options)
     if out is not None:
         count_taken(SDPA)
-    return out.contiguous() if out is not None and lies_otherwise else out
+    if out is None or not lies_otherwise:
+        return out
+    return out.reshape(out.shape) if out.is_contiguous() else out.contiguous()  # of dims of one, strides, too
 
 
 _TAGS = {False: ("sdpa",), True: ("sdpa", "grouped")}  # PyTorch's rules differ from ours, and with enable_gqa
