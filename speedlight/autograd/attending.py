@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
-from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, settled
+from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, resolved, settled
 from ..problem.problem import Options
 from . import higher_order as further
 from . import operators as ops
@@ -26,7 +26,7 @@ from .forms import tensors_of, text_of
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_OR_NONE = (type(None), *_PLAIN)
+_OR_NONE = frozenset((type(None), *_PLAIN))
 _FIXED = frozenset((type(None), bool, int, float, str))  # types of options that stay what they are
 
 
@@ -76,14 +76,14 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
     no option can change; None of another. Nothing is traced, read or described.
     """
     mask, score = options.mask, options.score
-    bias = score is not None and score.requires_grad if type(score) in _OR_NONE else None
-    if bias is None or type(mask) not in _OR_NONE or not _FIXED.issuperset(map(type, options[2:])):
+    if not (_OR_NONE.issuperset((type(mask), type(score))) and _FIXED.issuperset(map(type, options[2:]))):
         return None
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.dtype is k.dtype is v.dtype):
         return None
+    arrays = [x for x in (mask, score) if x is not None]
+    bias = True in [x.requires_grad for x in arrays if x is score]
     if not (bias or q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    arrays = [x for x in (mask, score) if x is not None]
     if [x for x in arrays if x.is_inference() or not x.is_cpu]:
         return None
     tables = ()
@@ -164,26 +164,28 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = [x if type(x) is torch.Tensor else x.detach() for x in saved[:5]]
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         wanted = [n for n, x in enumerate(needed[5:]) if x] + [SINKS] * needed[4]
-        dq, dk, dv, *more = _gradients_of(known, q, k, v, out, lse, d_out, flows[1], wanted)
+        d_out, d_lse = resolved(d_out), resolved(flows[1])
+        dq, dk, dv, *more = _gradients_of(known, (q, k, v, out, lse, d_out, d_lse), wanted)
         found = dict(zip(wanted, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
         tables = [found[n].reshape(x.shape).to(x.dtype) if n in found else None for n, x in enumerate(saved[6:])]
         return (None, None, None, dq, dk, dv, sinks, *tables)
 
 
-def _gradients_of(known: Followed, *tensors: Any) -> Any:
-    """Returns gradients_of() these; the last are numbers of tables, and SINKS. A tensor that is added becomes a table
-    only where no such call was prepared.
+def _gradients_of(known: Followed, tensors: tuple[Any, ...], wanted: list[Any]) -> Any:
+    """Returns gradients_of() these. wanted: numbers of tables, and SINKS. A tensor that is added becomes a table only
+    where no such call was prepared.
     """
-    *tensors, wanted = tensors
     tables, options = known.tables, known.unfollowed
-    results = repeat_gradients(*tensors, tuple([x if x is SINKS else tables[x] for x in wanted]), options)[2]
+    results = repeat_gradients(tensors, tuple([x if x is SINKS else tables[x] for x in wanted]), options)[1]
     if results is not None:
         return results
     tables = [x if type(x) is Table else Table(x, "score", copy=False) for x in tables]
     if tables and is_tensor(options.score):
         options = options._replace(score=tables[0])
-    return gradients_of(*tensors, tuple([x if x is SINKS else tables[x] for x in wanted]), options)
+    q, k, v, out, lse, d_out, d_lse = tensors
+    grads = tuple([x if x is SINKS else tables[x] for x in wanted])
+    return gradients_of(q, k, v, out, lse, d_out, d_lse, grads, options)
 
 
 def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any:

@@ -94,53 +94,60 @@ def attention_backward(
 
 def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options) -> Any:
     """Computes the gradients of a call, with its options in one."""
-    tensors, key, results = repeat(q, k, v, out, lse, d_out, d_lse, grads, options)
+    tensors = q, k, v, out, lse, resolved(d_out), resolved(d_lse)
+    key, results = repeat(tensors, grads, options)
     if results is not None:
         return results
-    given = [describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
+    six = [describe(x, name, gpu=True) for x, name in zip(tensors[:6], _NAMES, strict=False)]
+    given = six if d_lse is None else [*six, describe(tensors[6], "d_lse", gpu=True)]
     if given[0].device != "cpu":
         raise UnsupportedError(
             f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
         )
-    *six, seventh = given if len(given) == 7 else (*given, None)
     arrays, options = arrays_of(options), options.spelled()
     options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
     stated = from_arrays(six[0], six[1], six[2], options)
     made = [_make_gradient(x, six[0] if stated.problem.shared else x) for x in six[:3]]
-    request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), wanted)
-    call = engines.cpu().backward(request, options.layout, stated, Operands(*six, seventh, *[x for _, x in made]))
+    request = asked(stated.problem, options.layout, Given(given[0], *given[3:]), wanted)
+    call = engines.cpu().backward(request, options.layout, stated, _operands(given, made))
     results = _run(call, given, made, grads, None if key is None else options.seed_word(), None)
     if key is not None and call.keep_for(arrays):
         _prepared.put(key, Prepared(given, call, reads=len(given)), call.size)
     return results
 
 
-def repeat(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options
-) -> tuple[Any, Any, Any]:
-    """Returns the arrays of a call, its key, and its gradients if it was prepared before; both may be None."""
-    d_out, d_lse = resolved(d_out), resolved(d_lse)
-    tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
+def repeat(tensors: tuple[Any, ...], grads: Any, options: Options) -> tuple[Any, Any]:
+    """Returns the key of a call of q, k, v, out, lse, d_out and d_lse, or None for it, and its gradients if it was
+    prepared before; each may be None.
+    """
+    tensors = tensors[:6] if tensors[6] is None else tensors
     key = _key_of(tensors, options, (engines.threads_now(), current_isa().name), grads)
     known = None if key is None else _prepared.get(key)
     at = None if known is None else known.addresses(tensors)
     tables = None if known is None or at is None else known.call.tables_at(arrays_of(options))
     if known is None or at is None or tables is None:
-        return tensors, key, None
+        return key, None
     call = known.call
     given = [form.of(x, address) for form, x, address in zip(call.forms, tensors, at, strict=False)]
     made = [_make_again(x, form) for x, form in zip(given, call.forms[-3:], strict=False)]
-    return tensors, key, _run(call, given, made, grads, options.seed_word(), tables)
+    return key, _run(call, given, made, grads, options.seed_word(), tables)
 
 
 def _run(call: Any, given: list[Array], made: list[Any], grads: Any, seed: int | None, tables: Any) -> Any:
     """Fills dq, dk and dv, which are `made`, and returns them, and the further gradients that are asked for."""
-    (dq, a), (dk, b), (dv, c) = made
-    more = call.run(Operands(*given[:6], given[6] if len(given) == 7 else None, a, b, c), seed, tables)
+    (dq, _), (dk, b), (dv, c) = made
+    more = call.run(_operands(given, made), seed, tables)
     if call.problem.shared:
         dk, dv = _sum_items(b), _sum_items(c)
     results = tuple([like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False)])
     return (*results, tuple([_convert(given[0], y) for y in more])) if grads else results
+
+
+def _operands(given: list[Array], made: list[tuple[Any, Array]]) -> Operands:
+    """Returns what a pass reads, of which d_lse may be missing, and the gradients that it fills."""
+    q, k, v, out, lse, d_out, *d_lse = given
+    (_, dq), (_, dk), (_, dv) = made
+    return Operands(q, k, v, out, lse, d_out, d_lse[0] if d_lse else None, dq, dk, dv)
 
 
 def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:
