@@ -136,8 +136,11 @@ class Gradients:
     @standard
     def _narrowed(self, x: np.ndarray) -> np.ndarray:
         """Rounds a sum to the dtype that is returned."""
+        kind = np.float64 if self.problem.storage == "f64" else np.float32
+        if x.dtype == kind:
+            return x
         with np.errstate(all="ignore"):
-            return x.astype(np.float64 if self.problem.storage == "f64" else np.float32, copy=False)
+            return x.astype(kind)
 
 
 @standard

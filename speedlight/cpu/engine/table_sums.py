@@ -13,6 +13,7 @@ from ...expressions.program import Program
 from ...expressions.tables import Table
 from ...expressions.tree import Node
 from ...host.rounding import standard
+from ...host.shortcuts import address_of
 from ...host.tunings import Ranges
 from ...problem.biases import shares_of
 from ...problem.problem import Problem
@@ -67,7 +68,7 @@ class TableSums(NamedTuple):
         for table, slot in self.program.tables.items():
             if id(table) in sums:
                 each = sums[id(table)]
-                words[slot] = each.ctypes.data, 0 if self.one else each.strides[0], each.itemsize
+                words[slot] = address_of(each), 0 if self.one else each.strides[0], each.itemsize
         return sums, words, held
 
 
@@ -87,10 +88,12 @@ def sums_of(problem: Problem, tables: tuple[Table, ...]) -> TableSums | None:
 @standard
 def added(shares: np.ndarray) -> np.ndarray:
     """Adds shares, in order."""
+    if len(shares) == 1:
+        return shares[0]
     with np.errstate(all="ignore"):
         for share in shares[1:]:
             shares[0] += share
-    return shares[0] if len(shares) == 1 else shares[0].copy()
+    return shares[0].copy()
 
 
 def _has_one_term(problem: Problem, program: Program, lookup: Node) -> bool:
