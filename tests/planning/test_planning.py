@@ -128,7 +128,8 @@ def counted_backward(q, k, v, options):
     prepared = gradients.prepare(Asked(stated.problem), layout, stated, x, sl.get_threads(), current_isa())
     assert plan.kernel == symbol_of(prepared.call.launch.shape)
     counts = np.zeros(3, np.int64)
-    prepared.call.run(x, [np.zeros(a.shape, np.float64) for a in (q, k, v)], None, counts=counts.ctypes.data)
+    sums = [np.zeros(a.shape, np.float64) for a in (q, k, v)]
+    prepared.call.run(x, [a.ctypes.data for a in sums], None, counts=counts.ctypes.data)
     assert plan.workspace_bytes >= prepared.call.how.workspace_bytes
     return counts.tolist(), plan
 

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from ...host.machine import Isa
     from ..kernels.merge import MergeShape
     from ..kernels.replay import ReplayShape
+    from ..kernels.term_sums import TermShape
     from ..kernels.thread_pool import ServingShape
     from ..kernels.tile_test import TileTestShape
     from ..memory.shape import AppendShape, Shape
 
-    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape | TileTestShape
+    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape | TermShape | TileTestShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
@@ -130,6 +131,8 @@ def _module(shape: AnyShape) -> Any:
     match shape.kind:
         case "merge":
             from ..kernels.merge import merge_module as module
+        case "terms":
+            from ..kernels.term_sums import terms_module as module
         case "append":
             from ..kernels.append import append_module as module
         case "forward":
