@@ -29,6 +29,10 @@ class Engine(Protocol):
         """Fills the results; returns a prepared call that can run again at other addresses, or None."""
         ...
 
+    def backward(self, request: Any, layout: str, stated: Any, operands: Any, precision: str = "ieee") -> Any:
+        """Prepares a backward call."""
+        ...
+
     def append(
         self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any
     ) -> Any:
@@ -56,14 +60,10 @@ class Engine(Protocol):
 
 
 class Host(Engine, Protocol):
-    """What the CPU offers beside: calls that are prepared and run again, and gradients."""
+    """What the CPU offers beside: calls that are prepared and run again."""
 
     def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> Any:
         """Prepares a call that can run again."""
-        ...
-
-    def backward(self, request: Any, layout: str, stated: Any, operands: Any) -> Any:
-        """Prepares a backward call."""
         ...
 
     def planner(self, *, backward: bool) -> Any:

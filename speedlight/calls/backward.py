@@ -10,7 +10,6 @@ import numpy as np
 from .. import engines
 from ..arrays.array import describe
 from ..arrays.memory import Array
-from ..errors import UnsupportedError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
@@ -18,10 +17,11 @@ from ..problem.biases import arrays_of, form_of_bias, reduced, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, asked, resolved
 from ..problem.operands import Operands
-from ..problem.options import AnyArray, ArrayOf, AttentionOptions, Grads, K, T, V, public
+from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, T, V, public
 from ..problem.prepared import key_of
 from ..problem.problem import Options, scores_of
 from ..problem.results import empty_like, like_input
+from .dense import runs_on_gpu
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,14 +33,15 @@ _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 @overload
 def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
-    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), **options: Unpack[AttentionOptions],
+    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), engine: Engine | None = None,
+    **options: Unpack[AllOptions],
 ) -> tuple[T, K, V]: ...  # fmt: skip
 @overload
 def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
-    d_lse: AnyArray | None = None, *, grads: Grads, **options: Unpack[AttentionOptions],
+    d_lse: AnyArray | None = None, *, grads: Grads, engine: Engine | None = None, **options: Unpack[AllOptions],
 ) -> tuple[T, K, V, tuple[T, ...]]: ...  # fmt: skip
-@public(AttentionOptions)
+@public(AllOptions)
 def attention_backward(
     q: Any,
     k: Any,
@@ -51,7 +52,8 @@ def attention_backward(
     d_lse: Any = None,
     *,
     grads: Grads = (),
-    **options: Unpack[AttentionOptions],
+    engine: Engine | None = None,
+    **options: Unpack[AllOptions],
 ) -> Any:
     """Returns the gradients of attention() with respect to q, k and v, in memory linear in the length.
 
@@ -59,20 +61,22 @@ def attention_backward(
     sequence this works on a part of its keys, too, and the dq of all parts add up.
 
     Args:
-        q, k, v: as attention() had them, on the CPU. To keys and values that items share flows the sum over the batch.
+        q, k, v: as attention() had them. To keys and values that items share flows the sum over the batch.
         out: what attention() returned for them, shaped as q with value_dim last.
         lse: its log-sum-exps (return_lse=True), (batch, q_heads, q_len) or packed (q_heads, total_length).
         d_out: the gradient of the loss with respect to out: shaped as out, of its dtype.
         d_lse: the same with respect to lse, if there is one: shaped as lse, of its dtype.
         grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
             them, too: sl.alibi(t)), and "sink_logits".
+        engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         **options: as attention() had them.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
         the order of `grads`, of q's kind, each shaped as its table, or (q_heads,), in float32, or float64 beside a q of
         float64.
-        Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads.
+        Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads, and from
+        call to call on one GPU.
 
     Raises:
         speedlight.Error: the argument, what was expected and what came; for a score without a derivative, the operation
@@ -88,20 +92,19 @@ def attention_backward(
     ((1, 2, 3, 4), 1.0)
     """
     given = Options.of(attention_backward, options)
-    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given)
+    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given, runs_on_gpu(q, engine))
 
 
-def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options) -> Any:
+def _gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options,
+    on_gpu: bool = False,
+) -> Any:  # fmt: skip
     """Computes the gradients of a call, with its options in one."""
     d_out, d_lse = resolved(d_out), resolved(d_lse)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
     given = [describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
-    if given[0].device != "cpu":
-        raise UnsupportedError(
-            f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
-        )
-    key = _key_of(tensors, options, (threads, isa.name), grads)
+    key = None if on_gpu else _key_of(tensors, options, (threads, isa.name), grads)
     call, arrays = None if key is None else _prepared.get(key), arrays_of(options)
     tables = None if call is None else call.tables_at(arrays)
     call = call if tables else None
@@ -110,22 +113,27 @@ def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: An
     wanted = grads
     if call is None:
         options = options.spelled()
-        options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
+        if not on_gpu:
+            options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
         stated = from_arrays(six[0], six[1], six[2], options)
     shared = stated.problem.shared
     (dq, a), (dk, b), (dv, c) = [_make_gradient(x, six[0] if shared else x) for x in six[:3]]
     where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
     if call is None:
         request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), wanted)
-        call = engines.cpu().backward(request, options.layout, stated, where)
+        call = engines.of("cuda" if on_gpu else "cpu").backward(
+            request, options.layout, stated, where, options.precision
+        )
     more = call.run(where, None if key is None else options.seed_word(), tables)
     if key is not None and tables is None and call.keep_for(arrays):
         _prepared.put(key, call, call.size)
     if shared:
-        dk, dv = _sum_items(b), _sum_items(c)
+        dk, dv = (call.sum_items(x) for x in (b, c)) if on_gpu else map(_sum_items, (b, c))
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
     if not grads:
         return results
+    if on_gpu:
+        return (*results, tuple(like_input(given[0], y) for y in more))
     more = [reduced(y, x) for x, y in zip(grads, more, strict=True)]
     return (*results, tuple(_convert(given[0], y) for y in more))
 

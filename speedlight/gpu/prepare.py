@@ -43,7 +43,7 @@ class Part:
         for each in self.launches(q, keys, out, lse, wrong):
             start(each)
         if wrong is not None and not capturing():
-            _raise_wrong(self.uploads, wrong)
+            raise_wrong(self.uploads, wrong)
 
     @standard
     def launches(
@@ -199,7 +199,8 @@ def _factor(p: Problem) -> tuple[float, int]:
     return (abs(c), 1 if c > 0 else -1) if c else (1.0, 0)
 
 
-def _raise_wrong(uploads: Uploads, wrong: torch.Tensor) -> None:
+def raise_wrong(uploads: Uploads, wrong: torch.Tensor) -> None:
+    """Waits for the device, and raises for a lookup that kernels found out of range."""
     assert uploads.program is not None
     for (flag, index), (node, d) in zip(wrong.cpu().reshape(-1, 2).tolist(), uploads.program.lookups, strict=True):
         if flag:

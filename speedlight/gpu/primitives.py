@@ -335,17 +335,18 @@ def entry_range(row: TableRow, low, high, WIDTH: tl.constexpr):
     """
     inside = row.inside & (low >= 0) & (high < row.size)
     short = inside & row.is_one & (high - low < WIDTH)
-    if len((low + high).shape) == 0:
+    if len(short.shape) == 0:
         o_run = tl.arange(0, WIDTH)
         m = (o_run <= high - low) & short
         entries = tl.load(row.p + (low + o_run).to(tl.int64) * row.stride, mask=m, other=0).to(tl.int64)
         a = tl.min(tl.where(m, entries, 1 << 60), 0)
         b = tl.max(tl.where(m, entries, -(1 << 60)), 0)
-    else:
-        first = low + 0 * high
+    else:  # every box its own run, and its own row where an index before the last differs
+        nothing = tl.zeros_like(short.to(tl.int64))
         o_run = tl.arange(0, WIDTH)[None, :]
-        m = (o_run <= (high - low)[:, None]) & short[:, None]
-        entries = tl.load(row.p + (first[:, None] + o_run).to(tl.int64) * row.stride, mask=m, other=0).to(tl.int64)
+        m = (o_run <= (high - low + nothing)[:, None]) & short[:, None]
+        p_entries = (row.p + (low + nothing) * row.stride)[:, None] + o_run * row.stride
+        entries = tl.load(p_entries, mask=m, other=0).to(tl.int64)
         a = tl.min(tl.where(m, entries, 1 << 60), 1)
         b = tl.max(tl.where(m, entries, -(1 << 60)), 1)
     return tl.where(short, a, row.least), tl.where(short, b, row.most), inside

@@ -49,6 +49,7 @@ class Config(NamedTuple):
     invariants: Any  # functions of the mask and the score, from gpu/lower.py, or None
     apply: Any
     bounds: Any
+    back: Any  # of a backward pass
 
 
 class Tensor(NamedTuple):

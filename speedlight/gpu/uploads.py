@@ -41,6 +41,7 @@ class Uploads:
     classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host classifies them
 
 
+_FUNCTIONS = ("invariants", "apply", "back", "bounds")
 _functions: dict[str, dict[str, Any]] = {}  # by lower.key_of: a program itself holds tables
 
 
@@ -54,7 +55,7 @@ def functions_of(program: Program) -> dict[str, Any]:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
         exec(compile(text, name, "exec"), space)
-        functions = _functions[key] = {n: space.get(n) for n in ("invariants", "apply", "bounds")}
+        functions = _functions[key] = {n: space.get(n) for n in _FUNCTIONS}
     return functions
 
 
@@ -91,14 +92,18 @@ _uploads: Memo[Uploads] = Memo(256, 1 << 30)
 
 
 @standard
-def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Uploads:
-    """firsts: of packed arrays, each item's first row of q and of k."""
+def uploads_of(
+    problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None, *, backward: bool = False
+) -> Uploads:
+    """firsts: of packed arrays, each item's first row of q and of k. backward: with the score's derivative."""
     # dropout needs nothing: its words are arguments, and a seed comes with every call
-    key = replace(problem, dropout=0.0, seed=0) if problem.dropout else problem, device, firsts
+    key = replace(problem, dropout=0.0, seed=0) if problem.dropout else problem, device, firsts, backward
     uploads = _uploads.get(key)
     if uploads is not None:
         return uploads
     program = problem.program
+    if backward:
+        program = Program.of(problem.mask, problem.score, problem.box(), backward=True)
     words = floats = sinks = None
     tables: list[torch.Tensor] = []
     if program is not None:
