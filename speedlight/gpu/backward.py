@@ -118,13 +118,13 @@ def differentiate(
     flags, blocks,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, NONFINITE: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, SCORED: tl.constexpr,
     invariants: tl.constexpr, apply: tl.constexpr, back: tl.constexpr, bounds: tl.constexpr,
 ):  # fmt: skip
     """Strides are in elements."""
     c: tl.constexpr = Config(
         D, DV, BLOCK_D, BLOCK_DV, BM, BN, 1, CAUSAL, 1, PRECISION, HIDING, NONFINITE, False, False, ARRAYS,
-        False, invariants, apply, bounds, back,
+        False, invariants, apply, bounds, back, SCORED,
     )  # fmt: skip
     sides = Sides(
         Tensor(q, q_item, q_head, q_row, q_column),
@@ -168,7 +168,7 @@ def weigh(x, dp, lse, delta, keep, at: Place, drop_factor, program: Program, MAS
     """Weights of a tile from its products q·k, and their gradients from d_out · v; in either orientation."""
     if c.apply is not None:
         score = c.apply(
-            x, at.item, at.head, at.position, at.key, at.inside, program.scale, at.invariants,
+            x if c.SCORED else x * program.scale, at.item, at.head, at.position, at.key, at.inside, program.scale, at.invariants,
             program.p_ints, program.p_floats, program.p_wrong, MASKED,
         )  # fmt: skip
         exponent = score - lse

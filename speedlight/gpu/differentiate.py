@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..arrays.memory import Array
+from ..errors import UnsupportedError
 from ..expressions.program import may_hide
 from ..host.rounding import standard
 from ..problem.build import Stated
@@ -144,6 +145,7 @@ class Gradients:
             "D": p.head_dim, "DV": p.value_dim, "BLOCK_D": max(16, power_above(p.head_dim)),
             "BLOCK_DV": max(16, power_above(p.value_dim)), "CAUSAL": p.causal,
             "PRECISION": self.precision if coarse else "ieee", "HIDING": may_hide(*p.roots),
+            "SCORED": p.score is not None,
         }  # fmt: skip
 
 
@@ -155,6 +157,11 @@ def _of_rows(x: torch.Tensor) -> tuple[int, ...]:
 def prepare(request: Asked, layout: str, stated: Stated, q: Array, precision: str) -> Gradients:
     """Checks what the engine can do, and uploads what the problem needs."""
     check(request.problem, q.device, precision)
+    if request.tables:
+        raise UnsupportedError(
+            f"grads: expected {SINKS!r} alone on a GPU; got {request.tables[0]!r}, whose gradient only the CPU computes. "
+            "Use .cpu()."
+        )
     firsts = None
     if stated.cu_q is not None and stated.cu_k is not None:
         firsts = stated.cu_q[:-1], stated.cu_k[:-1]

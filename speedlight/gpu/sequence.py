@@ -49,7 +49,8 @@ class Config(NamedTuple):
     invariants: Any  # functions of the mask and the score, from gpu/lower.py, or None
     apply: Any
     bounds: Any
-    back: Any  # of a backward pass
+    back: Any  # of a backward pass, which also wants to know whether there is a score
+    SCORED: Any
 
 
 class Tensor(NamedTuple):

@@ -219,7 +219,9 @@ def _flow_errors(head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a:
         off = off + 2 * u * np.abs(dp)
     products = d_out * given.out
     sums = np.abs(products).sum(axis=1)
-    sums = (2 + len(v.T).bit_length()) * sums if a.tile else np.abs(np.cumsum(products, axis=1)).sum(axis=1) + a.dot * sums
+    sums = (
+        (2 + len(v.T).bit_length()) * sums if a.tile else np.abs(np.cumsum(products, axis=1)).sum(axis=1) + a.dot * sums
+    )
     delta_off = u * (sums + np.where(given.d_lse != 0, np.abs(pairs.delta), 0)) + len(v.T) * a.tiny
     difference = np.abs(dp - pairs.delta[:, None])
     return (pairs.p + p_off) * (off + delta_off[:, None]) + (p_off + 2 * u * pairs.p) * difference + 2 * a.tiny
