@@ -1,6 +1,7 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""The backward kernel. KEYS: a program owns a tile of keys, walks the queries of all heads of the group in order, and
-makes dK and dV; else it owns a block of rows, walks the keys, and makes dQ. No sum is shared, so bits never change.
+"""The backward kernel, for one of three ends. OF_KEYS: a program owns a tile of keys, walks the queries of all heads of
+the group in order, and makes dK and dV. OF_ROWS: it owns a block of rows, walks the keys, and makes dQ. OF_ENTRIES: as
+that, for what flows to the entries of a table, which table_gradients.py adds. No sum is shared, so bits never change.
 
 Weights are computed again, from the lse that is given; docs/numerics.md has the formulas.
 """
@@ -32,6 +33,10 @@ from .sequence import (
     tile_range,
 )
 
+OF_ROWS, OF_KEYS, OF_ENTRIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # values for END
+# what flows to entries is stored for each row, as they know no key; each key of a block; or each pair: for SPREAD
+ROWS, KEYS, PAIRS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ENTRIES = tl.constexpr(3)  # for VALUES, beside forward's
 FAR: tl.constexpr = tl.constexpr(FAR_LSE["float32"])
 
 
@@ -48,6 +53,23 @@ class Sides(NamedTuple):
     dk: Tensor
     dv: Tensor
     drop_factor: Any
+    terms: Any
+
+
+class Terms(NamedTuple):
+    """What flows to entries, and to which, of blocks from `first` on; `length` keys for each block or row."""
+
+    p_value: Any
+    p_index: Any
+    first: Any
+    length: Any
+
+
+class RowSums(NamedTuple):
+    """What flows from the rows of a block to the entry that each reads."""
+
+    total: Any
+    index: Any
 
 
 class Place(NamedTuple):
@@ -115,16 +137,16 @@ def differentiate(
     items, q_len, k_len, q_start, k_start, kv_heads, group, row_blocks, key_blocks,
     ints, floats, wrong, classes, class_item, class_head, chunks, scale,
     seed_low, seed_high, drop_below, drop_all, drop_factor,
-    flags, blocks,
+    flags, blocks, values, indices, first_block, length,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, NONFINITE: tl.constexpr,
-    KEYS: tl.constexpr, SCORED: tl.constexpr,
-    invariants: tl.constexpr, apply: tl.constexpr, back: tl.constexpr, bounds: tl.constexpr,
+    END: tl.constexpr, SCORED: tl.constexpr, SPREAD: tl.constexpr,
+    invariants: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, back: tl.constexpr, entry: tl.constexpr,
 ):  # fmt: skip
     """Strides are in elements."""
     c: tl.constexpr = Config(
         D, DV, BLOCK_D, BLOCK_DV, BM, BN, 1, CAUSAL, 1, PRECISION, HIDING, NONFINITE, False, False, ARRAYS,
-        False, invariants, apply, bounds, back, SCORED,
+        False, invariants, apply, bounds, SCORED, back, entry, SPREAD,
     )  # fmt: skip
     sides = Sides(
         Tensor(q, q_item, q_head, q_row, q_column),
@@ -137,6 +159,7 @@ def differentiate(
         Tensor(dk, b_item, b_head, b_row, b_column),
         Tensor(dv, c_item, c_head, c_row, c_column),
         drop_factor,
+        Terms(values, indices, first_block, length),
     )
     batch = Batch(items, None, q_len, k_len, q_start, 0, k_start, None, kv_heads, group, row_blocks, 1)
     dropout = Dropout(seed_low, seed_high, drop_below, drop_all)
@@ -145,19 +168,21 @@ def differentiate(
         if any_flagged(flags, blocks):
             for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
                 if tl.load(flags + pid) != 0:
-                    one_block(pid, sides, batch, program, flags, key_blocks, KEYS, c)
+                    one_block(pid, sides, batch, program, flags, key_blocks, END, c)
     else:
-        one_block(tl.program_id(0), sides, batch, program, flags, key_blocks, KEYS, c)
+        one_block(tl.program_id(0), sides, batch, program, flags, key_blocks, END, c)
 
 
 @triton.jit
 def one_block(
-    pid, sides: Sides, batch: Batch, program: Program, p_flags, key_blocks, KEYS: tl.constexpr, c: Config
+    pid, sides: Sides, batch: Batch, program: Program, p_flags, key_blocks, END: tl.constexpr, c: Config
 ):  # fmt: skip
-    if KEYS:
+    if END == OF_KEYS:
         block_of_keys(pid, sides, batch, program, p_flags, key_blocks, c)
-    else:
+    elif END == OF_ROWS:
         block_of_rows(pid, sides, batch, program, p_flags, c)
+    else:
+        block_of_entries(pid + sides.terms.first, sides, batch, program, c)
 
 
 # --- what a pair of positions contributes
@@ -168,8 +193,8 @@ def weigh(x, dp, lse, delta, keep, at: Place, drop_factor, program: Program, MAS
     """Weights of a tile from its products q·k, and their gradients from d_out · v; in either orientation."""
     if c.apply is not None:
         score = c.apply(
-            x if c.SCORED else x * program.scale, at.item, at.head, at.position, at.key, at.inside, program.scale, at.invariants,
-            program.p_ints, program.p_floats, program.p_wrong, MASKED,
+            x if c.SCORED else x * program.scale, at.item, at.head, at.position, at.key, at.inside, program.scale,
+            at.invariants, program.p_ints, program.p_floats, program.p_wrong, MASKED,
         )  # fmt: skip
         exponent = score - lse
     else:
@@ -262,7 +287,8 @@ def block_of_rows(pid, sides: Sides, batch: Batch, program: Program, p_flags, c:
         head = block.i_heads.to(tl.int64)
         of_rows = load_queries(sides, item, rows, head, batch.k_start, c)
         VALUES: tl.constexpr = FINITE if c.NONFINITE == RECOMPUTE else ORDINARY
-        acc = over_keys(block, keys, of_rows, sides, batch, program, VALUES, c)
+        acc = tl.zeros([c.BM, c.BLOCK_D], tl.float32)
+        acc = over_keys(acc, block, keys, of_rows, sides, batch, program, VALUES, c)
         if c.NONFINITE == FLAG:
             flag_block(p_flags, pid, acc, c.BM)
         o_d = tl.arange(0, c.BLOCK_D).to(tl.int64)
@@ -272,16 +298,18 @@ def block_of_rows(pid, sides: Sides, batch: Batch, program: Program, p_flags, c:
         tl.store(p_dq, (acc * program.scale).to(p_dq.dtype.element_ty), mask=m)
         if c.NONFINITE == RECOMPUTE:
             tl.debug_barrier()
-            codes = over_keys(block, keys, of_rows, sides, batch, program, CODES, c)
+            codes = tl.zeros([c.BM, c.BLOCK_D], tl.float32)
+            codes = over_keys(codes, block, keys, of_rows, sides, batch, program, CODES, c)
             tl.store(p_dq, (codes * program.scale).to(p_dq.dtype.element_ty), mask=m & (codes != 0.0))
     elif c.NONFINITE == FLAG:
         tl.store(p_flags + pid, 0)
 
 
 @triton.jit
-def over_keys(block, keys, of_rows: Operands, sides: Sides, batch: Batch, program: Program, VALUES: tl.constexpr, c: Config):  # fmt: skip
-    """dQ of a block, before the scale."""
-    acc = tl.zeros([c.BM, c.BLOCK_D], tl.float32)
+def over_keys(
+    acc, block, keys, of_rows: Operands, sides: Sides, batch: Batch, program: Program, VALUES: tl.constexpr, c: Config
+):
+    """acc with all tiles of a block added: of dQ, before the scale, or with ENTRIES of RowSums."""
     if c.HIDING:
         o_tiles = tl.arange(0, TILES)
         for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
@@ -325,7 +353,9 @@ def tile_of_keys(
     x, dp = dot(of_rows.b_q, tl.trans(b_k), c.PRECISION), dot(of_rows.b_d_out, tl.trans(b_v), c.PRECISION)
     lse, delta = of_rows.lse[:, None], of_rows.delta[:, None]
     found = weigh(x, dp, lse, delta, keep, at, sides.drop_factor, program, MASKED, c)
-    if VALUES == CODES:
+    if VALUES == ENTRIES:
+        return add_terms(acc, x, found, at, n, sides.terms, program, c)
+    elif VALUES == CODES:
         p_k = head_of(sides.k, item.i_item, block.kv_head, item.o_k + n)
         return add_nonfinite(acc, found.raw, found.seen, sides.k, p_k, keys.end - n, c.D, c.BLOCK_D, c.BN)
     else:
@@ -390,7 +420,9 @@ def store_rows(
 
 
 @triton.jit
-def over_queries(tile: KeyTile, item: Item, sides: Sides, batch: Batch, program: Program, VALUES: tl.constexpr, c: Config):  # fmt: skip
+def over_queries(
+    tile: KeyTile, item: Item, sides: Sides, batch: Batch, program: Program, VALUES: tl.constexpr, c: Config
+):
     """dK, before the scale, and dV of a tile: heads ascending, of each the queries that causality lets see it."""
     sums = Sums(tl.zeros([c.BN, c.BLOCK_D], tl.float32), tl.zeros([c.BN, c.BLOCK_DV], tl.float32))
     first, clear = item.i_item * 0, item.i_item * 0
@@ -483,6 +515,67 @@ def tile_of_queries(
     return Sums(dk, dv)
 
 
+# --- what flows to entries of a table
+
+
+@triton.jit
+def block_of_entries(pid, sides: Sides, batch: Batch, program: Program, c: Config):
+    block = locate_block(pid, batch, None, c)
+    item, rows = block.item, locate_rows(block, c)
+    if block.i_rows * c.BM < item.q_len:
+        keys = tile_range(block, rows, batch, c)
+        of_rows = load_queries(sides, item, rows, block.i_heads.to(tl.int64), batch.k_start, c)
+        sums = RowSums(tl.zeros([c.BM], tl.float64), tl.zeros([c.BM], tl.int64))
+        sums = over_keys(sums, block, keys, of_rows, sides, batch, program, ENTRIES, c)
+        if c.SPREAD == ROWS:
+            o_row = (pid - sides.terms.first).to(tl.int64) * c.BM + tl.arange(0, c.BM)
+            tl.store(sides.terms.p_value + o_row, sums.total, mask=rows.m_row)
+            tl.store(sides.terms.p_index + o_row, sums.index.to(tl.int32), mask=rows.m_row)
+
+
+@triton.jit
+def add_terms(acc: RowSums, x, found: Weighed, at: Place, n, terms: Terms, program: Program, c: Config):
+    """Adds the terms of a tile of keys to sums of rows; or stores them, for each key or each pair."""
+    index, value = c.entry(
+        found.raw, x, at.item, at.head, at.position, at.key, program.scale, at.invariants, program.p_ints,
+        program.p_floats,
+    )  # fmt: skip
+    value = tl.where(found.seen, value, 0.0)
+    if c.SPREAD == ROWS:
+        index = tl.reshape(index + tl.zeros([c.BM, 1], tl.int64), [c.BM])
+        acc = RowSums(acc.total + tl.sum(value, 1), index)
+    else:
+        i_block = tl.program_id(0).to(tl.int64)
+        o_n = n + tl.arange(0, c.BN).to(tl.int64)
+        if c.SPREAD == KEYS:
+            index = tl.reshape(index + tl.zeros([1, c.BN], tl.int64), [c.BN])
+            index = tl.where(tl.max(found.seen.to(tl.int32), 0) != 0, index, -1)
+            tl.store(terms.p_value + i_block * terms.length + o_n, tl.sum(value, 0))
+            tl.store(terms.p_index + i_block * terms.length + o_n, index.to(tl.int32))
+        else:
+            index = tl.where(found.seen, index, -1)
+            o_pair = (i_block * c.BM + tl.arange(0, c.BM))[:, None] * terms.length + o_n[None, :]
+            tl.store(terms.p_value + o_pair, value)
+            tl.store(terms.p_index + o_pair, index.to(tl.int32))
+    return acc
+
+
+@triton.jit(do_not_specialize=["entries"])
+def sum_terms(values, order, starts, total, entries, ENTRIES_AT_ONCE: tl.constexpr, TERMS: tl.constexpr):
+    """Adds to each entry its terms, which `order` brings together: entry e has those from starts[e] on."""
+    entry = tl.program_id(0).to(tl.int64) * ENTRIES_AT_ONCE + tl.arange(0, ENTRIES_AT_ONCE)
+    there = entry < entries
+    first = tl.load(starts + entry, mask=there, other=0)
+    count = tl.load(starts + entry + 1, mask=there, other=0) - first
+    acc = tl.load(total + entry, mask=there, other=0.0)
+    for t in tl.range(0, tl.max(count, 0), TERMS):
+        o_t = t + tl.arange(0, TERMS)
+        m = o_t[None, :] < count[:, None]
+        at = tl.load(order + first[:, None] + o_t[None, :], mask=m, other=0)
+        acc += tl.sum(tl.load(values + at, mask=m, other=0.0), 1)
+    tl.store(total + entry, acc, mask=there)
+
+
 # --- delta, and gradients of sinks
 
 
@@ -505,19 +598,19 @@ def sum_rows(
     p_flow = head_of(flows, item.i_item, head, item.o_q)
     b_out = load_rows(p_out, token * o_row, o_dv, o_column, m_row, DV, BLOCK_DV, True)
     b_flow = load_rows(p_flow, token * g_row, o_dv, g_column, m_row, DV, BLOCK_DV, True)
-    KIND: tl.constexpr = tl.float32 if sinks is None else tl.float64
-    total = tl.sum(b_out.to(KIND) * b_flow.to(KIND), 1)
+    total = tl.sum(b_out.to(tl.float32) * b_flow.to(tl.float32), 1)
+    of_lse = tl.zeros([BM], tl.float32)
     if d_lse is not None:
-        logs = Tensor(d_lse, e_item, e_head, e_row, 1)
-        p_flow = head_of(logs, item.i_item, head, item.o_q) + token * e_row
-        total -= tl.load(p_flow, mask=m_row, other=0.0).to(KIND)
+        p_flow = head_of(Tensor(d_lse, e_item, e_head, e_row, 1), item.i_item, head, item.o_q) + token * e_row
+        of_lse = tl.load(p_flow, mask=m_row, other=0.0)
     p_delta = head_of(Tensor(delta, d_item, d_head, d_row, 1), item.i_item, head, item.o_q) + token * d_row
-    tl.store(p_delta, total.to(tl.float32), mask=m_row)
+    tl.store(p_delta, total - of_lse, mask=m_row)
     if sinks is not None:
         p_lse = head_of(Tensor(lse, l_item, l_head, l_row, 1), item.i_item, head, item.o_q) + token * l_row
         of_rows, sink = tl.load(p_lse, mask=m_row, other=float("-inf")), tl.load(sinks + head)
         exponent = sink - of_rows.to(tl.float64)
         exponent = tl.where((tl.abs(of_rows) >= FAR) & (exponent > 0.0), 0.0, exponent)
         seen = (of_rows != float("-inf")) & (sink != float("-inf"))
+        total = tl.sum(b_out.to(tl.float64) * b_flow.to(tl.float64), 1) - of_lse.to(tl.float64)
         share = tl.where(seen, -tl.math.exp(tl.where(seen, exponent, 0.0)) * total, 0.0)
         tl.store(shares + pid + tl.arange(0, 1), tl.sum(tl.reshape(share, [1, BM]), 1))

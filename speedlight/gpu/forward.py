@@ -159,7 +159,7 @@ def attend(
     CODED: tl.constexpr = k_scales is not None
     c: tl.constexpr = Config(
         D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN, PRECISION, HIDING, NONFINITE, SPLIT, USE_TMA, MEMORY,
-        CODED, invariants, apply, bounds, None, None,
+        CODED, invariants, apply, bounds, None, None, None, None,
     )  # fmt: skip
     tensors = Tensors(
         Tensor(q, q_item, q_head, q_row, q_column),

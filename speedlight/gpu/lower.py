@@ -3,6 +3,7 @@
     invariants(b, h, i, ints, floats)           what is the same for every key: numbers, tables, values of rows
     apply(x, b, h, i, j, inside, …)             the score, then -inf where hidden
     back(d, x, b, h, i, j, …)                   of a backward pass: what d, flowing into the score, makes flow to s
+    entry0(d, x, b, h, i, j, …)                 of a lookup: the entry that is read, and what flows to it
     bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, …)      bounds.py's walk over many tiles at once
 
 The text depends on the structure alone: numbers, addresses, shapes and strides are read from memory.
@@ -240,6 +241,7 @@ def source(program: Program) -> str:
     bodies = [_apply(program, before)]
     if changes_flow(program):
         bodies.append(_back(program, before))
+    bodies += [_entry(program, before, n) for n in range(len(program.entries))]
     words = set(re.findall(r"\w+", " ".join([line for _, lines in bodies for line in lines])))
     names = [line.split(" = ")[0] for line in before.lines]
     used = [name for name in names if name in words]
@@ -289,6 +291,18 @@ def _back(program: Program, before: _Text) -> tuple[str, list[str]]:
     text.lines.append("s = x * scale")
     text.lines.append(f"return ({text.value(program.flow)} + tl.zeros_like(x)).to(tl.float32)")
     return "back(d, x, b, h, i, j, scale, invariants, ints, floats)", text.lines
+
+
+def _entry(program: Program, before: _Text, n: int) -> tuple[str, list[str]]:
+    text, (lookup, into) = _Text(program, before), program.entries[n]
+    text.lines.append("s = x * scale")
+    index = text.let("tl.zeros([], tl.int64)")
+    for d, node in enumerate(lookup.args):
+        size = text.let(f"tl.load(ints + {table_at(program, lookup) + LENGTHS + d})")
+        at = text.let(f"{text.value(node)}.to(tl.int64)")
+        index = text.let(f"{index} * {size} + tl.minimum(tl.maximum({at}, 0), {size} - 1)")
+    text.lines.append(f"return {index}, ({text.value(into)} + tl.zeros_like(x)).to(tl.float64)")
+    return f"entry{n}(d, x, b, h, i, j, scale, invariants, ints, floats)", text.lines
 
 
 def _notes(program: Program, text: _Text, root: Node) -> list[str]:

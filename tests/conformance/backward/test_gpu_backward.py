@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
-import torch
 from on_gpu import DTYPES, attention_backward, small_blocks, tensor
 from problems import flow_of, qkv
 from test_backward import (  # noqa: F401 - collected here as well, with the fixtures below
@@ -21,10 +19,12 @@ from test_backward import (  # noqa: F401 - collected here as well, with the fix
     test_slopes_of_hidden_pairs,
     test_special_values,
 )
+from test_table_gradients import FORMS, problem
 from tolerance import assert_gradients
 from ways import poisoned
 
 import speedlight as sl
+from speedlight.gpu import differentiate
 from speedlight.gpu.tiles import Tile
 
 
@@ -52,6 +52,21 @@ def test_what_is_hidden_has_no_say(rng, name):
         x = list(one_problem(rng, "float32", **options).values())
         want = assert_gradients(x[:3], x[3:], backward=attention_backward, tile=16, **options)
         same(attention_backward(*poisoned(x[:3], x[3:], options, rng), **options), want, name)
+
+
+@pytest.mark.each("dtype", "name")
+@pytest.mark.parametrize("name", FORMS)
+def test_tables_and_sinks(rng, dtype, name, gradients, monkeypatch):
+    """Of each pair, of each key, of each row; they change no bit of the others, and what is hidden changes none."""
+    score, tables = FORMS[name]
+    arrays, options = problem(
+        dtype, rng, score, batch=1, q_len=40, k_len=90, dropout=0.2, seed=5, sink_logits=[0.5] * 4
+    )
+    arrays, flow = poisoned(arrays[:3], arrays[3:], options, rng)[:3], arrays[3:]
+    monkeypatch.setattr(differentiate, "_TERMS", 1 << 13)
+    with small_blocks(Tile(32, 64, 4, 1)):
+        got = gradients(arrays, flow, grads=(*tables, "sink_logits"), **options)
+        same(attention_backward(*arrays, *flow, **options), got[:3], name)
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "tf32"])
