@@ -97,9 +97,10 @@ def attention_backward(
 
 def _gradients(
     q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options,
-    on_gpu: bool = False,
+    on_gpu: bool | None = None,
 ) -> Any:  # fmt: skip
-    """Computes the gradients of a call, with its options in one."""
+    """Computes the gradients of a call, with its options in one; on_gpu None: where q lies."""
+    on_gpu = runs_on_gpu(q, None) if on_gpu is None else on_gpu
     d_out, d_lse = resolved(d_out), resolved(d_lse)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)

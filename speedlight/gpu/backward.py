@@ -275,6 +275,12 @@ def load_queries(sides: Sides, item: Item, rows: Rows, head, k_start, c: Config)
     return Operands(b_q, b_d_out, of_rows, deltas, rows, position, limit)
 
 
+@triton.jit
+def keys_from(n, limit, BN: tl.constexpr):
+    """How many of the keys n … n + BN - 1 lie below a limit: in 32 bits, since threads hold it for many rows."""
+    return tl.minimum(tl.maximum(limit - n, 0), BN).to(tl.int32)
+
+
 # --- dQ: a block of rows walks the keys
 
 
@@ -312,20 +318,20 @@ def over_keys(
     """acc with all tiles of a block added: of dQ, before the scale, or with ENTRIES of RowSums."""
     if c.HIDING:
         o_tiles = tl.arange(0, TILES)
-        for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
+        for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1, disable_licm=True):
             mixed, whole = classify(first, block, keys, batch.k_start, program, c)
-            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0)):
+            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
                 n = first + lowest_bit(mixed) * c.BN
                 mixed = mixed & (mixed - 1)
                 acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, True, VALUES, c)
-            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0)):
+            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0), disable_licm=True):
                 n = first + lowest_bit(whole) * c.BN
                 whole = whole & (whole - 1)
                 acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, False, VALUES, c)
     else:
-        for n in tl.range(keys.first, keys.clear, c.BN):
+        for n in tl.range(keys.first, keys.clear, c.BN, disable_licm=True):
             acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, False, VALUES, c)
-        for n in tl.range(keys.clear, keys.end, c.BN):
+        for n in tl.range(keys.clear, keys.end, c.BN, disable_licm=True):
             acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, True, VALUES, c)
     return acc
 
@@ -344,7 +350,7 @@ def tile_of_keys(
         invariants = c.invariants(item.name, head, of_rows.position[:, None], program.p_ints, program.p_floats)
     at = Place(
         item.name, head, of_rows.position[:, None], (batch.k_start + o_n)[None, :],
-        o_n[None, :] < of_rows.limit[:, None], invariants,
+        tl.arange(0, c.BN)[None, :] < keys_from(n, of_rows.limit, c.BN)[:, None], invariants,
     )  # fmt: skip
     keep = None
     if program.dropout.seed_low is not None:
@@ -430,26 +436,24 @@ def over_queries(
         before = batch.k_start - item.q_start
         first = tl.maximum(tile.n + before, 0) // c.BM * c.BM
         clear = (tl.maximum(tile.end - 1 + before, 0) + c.BM - 1) // c.BM * c.BM
-    for i in tl.range(0, batch.group, num_stages=1):
+    for i in tl.range(0, batch.group, num_stages=1, disable_licm=True):
         head = tile.kv_head * batch.group + i
         if c.HIDING:
-            for start in tl.range(first, item.q_len, TILES * c.BM, num_stages=1):
+            for start in tl.range(first, item.q_len, TILES * c.BM, num_stages=1, disable_licm=True):
                 mixed, whole = classify_rows(start, clear, tile, item, head, batch, program, c)
                 o_tiles = tl.arange(0, TILES)
-                for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0)):
+                for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
                     m = start + lowest_bit(mixed) * c.BM
                     mixed = mixed & (mixed - 1)
                     sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, True, VALUES, c)
-                for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0)):
+                for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0), disable_licm=True):
                     m = start + lowest_bit(whole) * c.BM
                     whole = whole & (whole - 1)
                     sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, False, VALUES, c)
         else:
-            if c.CAUSAL:
-                for m in tl.range(first, tl.minimum(clear, item.q_len), c.BM):
-                    sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, True, VALUES, c)
-            for m in tl.range(clear, item.q_len, c.BM):
-                sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, False, VALUES, c)
+            # masked from first to last: a second loop takes more registers than a comparison
+            for m in tl.range(first, item.q_len, c.BM, disable_licm=True):
+                sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, c.CAUSAL, VALUES, c)
     return sums
 
 
@@ -493,7 +497,7 @@ def tile_of_queries(
         invariants = c.invariants(item.name, head, of_rows.position[None, :], program.p_ints, program.p_floats)
     at = Place(
         item.name, head, of_rows.position[None, :], (batch.k_start + o_n)[:, None],
-        o_n[:, None] < of_rows.limit[None, :], invariants,
+        tl.arange(0, c.BN)[:, None] < keys_from(tile.n, of_rows.limit, c.BN)[None, :], invariants,
     )  # fmt: skip
     keep = None
     if program.dropout.seed_low is not None:

@@ -192,7 +192,7 @@ def _adding(values: torch.Tensor, indices: torch.Tensor, total: torch.Tensor) ->
     ordered, order = torch.sort(indices, stable=True)
     starts = torch.searchsorted(ordered, torch.arange(entries + 1, dtype=torch.int32, device=total.device))
     # few entries have many terms each
-    width = 64 if entries >= _MANY else 1
+    width = 1024 if entries >= _MANY else 1
     arguments = {
         "values": values, "order": order, "starts": starts, "total": total, "entries": entries,
         "ENTRIES_AT_ONCE": width, "TERMS": 1024 // width,

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
+import torch
+from conftest import FULL
 from on_gpu import DTYPES, attention_backward, small_blocks, tensor
 from problems import flow_of, qkv
 from test_backward import (  # noqa: F401 - collected here as well, with the fixtures below
     HIDDEN,
+    check,
     one_problem,
     same,
     test_every_dim,
-    test_every_length,
     test_every_option,
     test_far_scores,
     test_rows_that_see_nothing,
     test_slopes_of_hidden_pairs,
-    test_special_values,
 )
+from test_backward import test_every_length as every_length
+from test_backward import test_special_values as special_values
 from test_table_gradients import FORMS, problem
 from tolerance import assert_gradients
 from ways import poisoned
@@ -26,6 +30,9 @@ from ways import poisoned
 import speedlight as sl
 from speedlight.gpu import differentiate
 from speedlight.gpu.tiles import Tile
+
+if FULL or torch.cuda.is_available():  # which take the interpreter long
+    test_every_length, test_special_values = every_length, special_values
 
 
 @pytest.fixture
@@ -52,6 +59,15 @@ def test_what_is_hidden_has_no_say(rng, name):
         x = list(one_problem(rng, "float32", **options).values())
         want = assert_gradients(x[:3], x[3:], backward=attention_backward, tile=16, **options)
         same(attention_backward(*poisoned(x[:3], x[3:], options, rng), **options), want, name)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "d_out"])
+def test_what_is_not_finite_propagates(rng, name, gradients):
+    options = {"causal": True, "q_start": 120}
+    for special in (np.nan, np.inf, -np.inf):
+        x = one_problem(rng, "float32", **options)
+        x[name][0, 0, 4] = special
+        check(gradients, x, **options)
 
 
 @pytest.mark.each("dtype", "name")
