@@ -54,9 +54,7 @@ class Gradients:
             if sum(lengths) < rows or not p.q_heads:
                 to.tensor.zero_()
         device = x.q.tensor.device
-        sinks = None
-        if SINKS in self.request.grads:
-            sinks = torch.tensor(p.sinks, dtype=torch.float64).to(device)
+        sinks = self.uploads.sinks if SINKS in self.request.grads else None
         delta = torch.empty(x.lse.shape, dtype=torch.float32, device=device)
         found = {
             id(t): torch.zeros(math.prod(t.shape), dtype=torch.float64, device=device) for t in self.request.tables

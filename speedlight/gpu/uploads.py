@@ -134,7 +134,7 @@ def uploads_of(
         words = torch.from_numpy(host).to(device)
         floats = words.view(torch.float64)
     if problem.sinks is not None:
-        sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
+        sinks = torch.tensor(problem.sinks, dtype=torch.float64 if backward else torch.float32).to(device)
     functions = functions_of(program) if program is not None else {}
     items = _item_words(problem, device, firsts)
     may_fail = program is not None and program.may_fail
