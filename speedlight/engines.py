@@ -148,7 +148,7 @@ def plan(
     device = "cpu" if device is None else device
     if backward and device_name(device) != "cpu":
         raise UnsupportedError(
-            f"backward: expected False, or the CPU, where gradients are computed; got True for {device}. "
+            f"backward: expected False, or the CPU, of which backward calls are planned; got True for {device}. "
             "Use .cpu(), or device='cpu'."
         )
     return by_name(device).plan(problem, device, strides, precision, exact=exact, backward=backward)
