@@ -19,8 +19,10 @@ from ..problem.gradients import SINKS, Asked
 from ..problem.operands import Operands
 from ..problem.problem import LAYOUTS
 from . import backward
-from .backward import KEYS, PAIRS, ROWS, differentiate, sum_rows, sum_terms
+from .backward import differentiate
 from .dropping import words_of
+from .gradient_sums import sum_rows, sum_terms
+from .gradient_tiles import KEYS, PAIRS, ROWS
 from .keys import arrays_of, axes
 from .launch import Launch, named_strides, start
 from .prepare import REPAIR_GRID
