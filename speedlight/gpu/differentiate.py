@@ -106,7 +106,7 @@ class Gradients:
     def launches(self, x: Operands, delta: torch.Tensor, wrong: torch.Tensor | None) -> list[Launch]:
         """The kernel for dQ, and for dK and dV; each again for blocks that it flagged."""
         p, shared = self.request.problem, self._shared(x, delta, wrong)
-        row = gradient_row(p.dtype, max(p.head_dim, p.value_dim))
+        row = gradient_row(p.dtype, max(p.head_dim, p.value_dim), self.precision)
         made = []
         for keys, tile, heads, length in (
             (False, row.queries, p.q_heads, -(-max(p.q_lengths) // row.queries.rows)),
@@ -132,7 +132,7 @@ class Gradients:
         p, device, tables = self.request.problem, delta.device, self.request.tables
         uploads = uploads_of(p, x.q.device, self.firsts, backward=True, tables=tables)
         assert uploads.program is not None
-        tile = gradient_row(p.dtype, max(p.head_dim, p.value_dim)).queries
+        tile = gradient_row(p.dtype, max(p.head_dim, p.value_dim), self.precision).queries
         row_blocks, wrong = -(-max(p.q_lengths) // tile.rows), uploads.new_flags(device)
         shared = self._shared(x, delta, wrong) | self._tiles(tile, uploads, device) | {
             "END": int(backward.OF_ENTRIES), "NONFINITE": 0, "flags": None, "row_blocks": row_blocks, "key_blocks": 1,
@@ -167,7 +167,6 @@ class Gradients:
     def _shared(self, x: Operands, delta: torch.Tensor, wrong: torch.Tensor | None) -> dict[str, Any]:
         """Arguments that all launches share."""
         p, keys = self.request.problem, arrays_of(x.k.tensor, x.v.tensor, self.layout)
-        coarse = max(p.head_dim, p.value_dim) <= COARSE_DIMS
         tensors: dict[str, Any] = {"k": keys.k, "v": keys.v, "lse": x.lse.tensor, "delta": delta}
         tensors |= named_strides("k", keys.k_strides) | named_strides("v", keys.v_strides)
         tensors |= named_strides("l", _of_rows(x.lse.tensor)) | named_strides("d", _of_rows(delta))
@@ -181,7 +180,7 @@ class Gradients:
             "kv_heads": p.kv_heads, "group": p.group, "scale": float(p.scale),
             "D": p.head_dim, "DV": p.value_dim, "BLOCK_D": max(16, power_above(p.head_dim)),
             "BLOCK_DV": max(16, power_above(p.value_dim)), "CAUSAL": p.causal,
-            "PRECISION": self.precision if coarse else "ieee", "HIDING": may_hide(*p.roots),
+            "PRECISION": self.precision, "HIDING": may_hide(*p.roots),
             "SCORED": p.score is not None, "entry": None, "SPREAD": 0,
         }  # fmt: skip
 
@@ -208,6 +207,8 @@ def _of_rows(x: torch.Tensor) -> tuple[int, ...]:
 def prepare(request: Asked, layout: str, stated: Stated, q: Array, precision: str) -> Gradients:
     """Checks what the engine can do, and uploads what the problem needs."""
     check(request.problem, q.device, precision)
+    if max(request.problem.head_dim, request.problem.value_dim) > COARSE_DIMS:
+        precision = "ieee"
     firsts = None
     if stated.cu_q is not None and stated.cu_k is not None:
         firsts = stated.cu_q[:-1], stated.cu_k[:-1]

@@ -138,7 +138,7 @@ class GradientRow:
 GRADIENTS: dict[str, tuple[GradientRow, ...]] = {
     "16": (
         GradientRow(64, Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
-        GradientRow(128, Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+        GradientRow(128, Tile(64, 64, 8, 2), Tile(32, 64, 8, 2, registers=255)),
         GradientRow(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
         GradientRow(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ),
@@ -147,10 +147,14 @@ GRADIENTS: dict[str, tuple[GradientRow, ...]] = {
         GradientRow(128, Tile(16, 32, 8, 1, registers=255), Tile(16, 32, 8, 1, registers=255)),
         GradientRow(512, Tile(16, 16, 8, 1, registers=255), Tile(16, 16, 8, 1, registers=255)),
     ),
+    "tf32": (
+        GradientRow(64, Tile(32, 32, 8, 1, registers=255), Tile(32, 32, 8, 1, registers=255)),
+        GradientRow(128, Tile(16, 16, 8, 1, registers=255), Tile(16, 16, 8, 1, registers=255)),
+    ),
 }
 
 
-def gradient_row(dtype: str, head_dim: int) -> GradientRow:
+def gradient_row(dtype: str, head_dim: int, precision: str = "ieee") -> GradientRow:
     """The row for the larger of head dim and value dim."""
-    rows = GRADIENTS["32" if dtype == "float32" else "16"]
+    rows = GRADIENTS["16" if dtype != "float32" else "32" if precision == "ieee" else "tf32"]
     return rows[sum([row.head_dim < head_dim for row in rows])]
