@@ -33,7 +33,7 @@ from .uploads import Classes, Grid, Uploads, classes_of, uploads_of
 
 _ELEMENTS = 4096  # of d_out that a program of sum_rows() has
 _TERMS = 1 << 24  # of entries of a table that are stored at once
-_MANY = 4096  # entries of a table
+_MANY = 1024  # entries of a table
 
 
 @dataclass(frozen=True, slots=True)
