@@ -308,17 +308,14 @@ def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) 
     for name, each, products in listed:
         repairs = each.arguments.get("NONFINITE") == int(RECOMPUTE)  # hardly ever runs: it may spill
         one = compile_for(each, capability, f"{number} {name} {_kind(each)}{' repair' * repairs}")
-        yield (
-            one,
-            [] if repairs else one.faults(capability, products and each.kernel.__name__ in ("attend", "differentiate")),
-        )
+        products = products and each.kernel.__name__ in ("attend", "differentiate")
+        yield one, [] if repairs else one.faults(capability, products)
 
 
 def _kind(each: Launch) -> str:
     """The kernel's name; of the backward kernel with its end."""
-    return " ".join(
-        [each.kernel.__name__, *(("dq", "dk dv", "entries")[x] for x in [each.arguments.get("END")] if x is not None)]
-    )
+    end = each.arguments.get("END")
+    return each.kernel.__name__ + ("" if end is None else (" dq", " dk dv", " entries")[end])
 
 
 def wanted(name: str, only: list[str]) -> bool:

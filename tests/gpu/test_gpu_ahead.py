@@ -29,7 +29,7 @@ def test_kernels_compile_without_faults(capability):
     assert done.returncode == 0 and done.stdout.endswith(" kernels compiled, 0 with faults\n"), (
         done.stdout + done.stderr
     )
-    attends, kernels = (3, 24) if FULL else (1, 6)
+    attends, kernels = (3, 34) if FULL else (1, 6)
     assert done.stdout.count(" attend: ") == attends and done.stdout.count(" tensor, ") == kernels
 
 

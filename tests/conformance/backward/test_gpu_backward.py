@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from expressions import LENGTH, masks, scores
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from on_gpu import DTYPES, attention_backward, small_blocks, tensor
 from problems import flow_of, qkv
 from test_backward import (  # noqa: F401 - collected here as well, with the fixtures below
@@ -83,6 +86,38 @@ def test_tables_and_sinks(rng, dtype, name, gradients, monkeypatch):
     with small_blocks(Tile(32, 64, 4, 1)):
         got = gradients(arrays, flow, grads=(*tables, "sink_logits"), **options)
         same(attention_backward(*arrays, *flow, **options), got[:3], name)
+
+
+@settings(max_examples=200 if FULL else 2, deadline=None)
+@given(scores(3), st.none() | masks(1), st.booleans(), st.integers(0, 1 << 30), st.sampled_from(DTYPES))
+def test_random_expressions(score, mask, causal, seed, dtype):
+    rng = np.random.default_rng(seed)
+    arrays = qkv(rng, dtype, 1, 4, 2, int(rng.integers(1, 60)), int(rng.integers(1, 90)), 9, 5)
+    options = {"score": sl.expression(score, "score"), "causal": causal, "q_start": int(rng.integers(0, LENGTH // 2))}
+    if mask is not None:
+        options["mask"] = sl.expression(mask, "mask")
+    with small_blocks(Tile(32, 16, 4, 1)), np.errstate(all="ignore"):
+        flow = flow_of(rng, arrays, **options)
+        assert_gradients(arrays, flow, backward=attention_backward, tile=16, zeros_allowed=True, **options)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_see(rng, sizes):
+    """Gradients of what there is are 0: of tables and sinks, too."""
+    table = sl.table(np.ones(2))
+    options = {"score": lambda s, b, h, i, j: s * table[h], "sink_logits": [0.0, 1.0], "grads": (table, "sink_logits")}
+    for batch in (0, 2):
+        arrays = qkv(rng, "float32", batch, 2, 1, sizes[0], sizes[1], 3, 4)
+        *three, more = attention_backward(*arrays, *flow_of(rng, arrays), **options)
+        assert [x.shape for x in (*three, *more)] == [*(x.shape for x in arrays), (2,), (2,)]
+        assert not any([x.any() for x in (*three, *more)])
+
+
+@pytest.mark.parametrize("dims", [(512, 300), (130, 512)], ids=str)
+def test_large_dims(rng, dims):
+    arrays = qkv(rng, "float16", 1, 2, 1, 20, 30, *dims)
+    flow = flow_of(rng, arrays, causal=True)
+    assert_gradients(arrays, flow, backward=attention_backward, tile=16, causal=True)
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "tf32"])
