@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,7 +71,7 @@ def known_of(text: str) -> list[str]:
     return [advice for words, advice in KNOWN.items() if re.search(words, text)]
 
 
-def run_tests(name: str, words: list[str], seconds: float) -> Outcome:
+def run_tests(name: str, words: Iterable[str], seconds: float) -> Outcome:
     """Runs tests for so long at most; what was not run by then is told."""
     many = ["-n", "8"] if find_spec("xdist") else []
     options = ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "-q", "-rf", *many]
@@ -147,7 +147,7 @@ def main(words: list[str]) -> int:
     given.output.mkdir(parents=True, exist_ok=True)
     about, tests, start = found(), list[Outcome](), time.time()
     print(*(f"{name}: {x}" for name, x in about.items()), sep="\n", flush=True)
-    for name, which, seconds in (("smoke", list(SMOKE), 120), ("all", given.tests, 480)):
+    for name, which, seconds in (("smoke", SMOKE, 120), ("all", given.tests, 480)):
         tests.append(run_tests(name, which, seconds) if which else Outcome(name, "none were asked for", [], [], ""))
         print(f"{name} tests: {tests[-1].summary}", *tests[-1].failed, *tests[-1].known, sep="\n  ", flush=True)
         (given.output / f"tests-{name}.txt").write_text(tests[-1].output)

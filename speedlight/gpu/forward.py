@@ -253,13 +253,14 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
     state = State(running_max, tl.zeros([c.BM, c.BLOCK_DV], tl.float32), tl.zeros([c.BM], tl.float32))
     if c.HIDING:
         o_tiles = tl.arange(0, TILES)
-        for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
+        for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1, disable_licm=True):
+            # nothing is hoisted out of these loops: what both share takes more registers than there are
             mixed, whole = classify(first, source.block, keys, source.k_start, program, c)
-            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0)):
+            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
                 n = first + lowest_bit(mixed) * c.BN
                 mixed = mixed & (mixed - 1)
                 state = one_tile(state, n, queries, source, program, True, VALUES, c)
-            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0)):
+            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0), disable_licm=True):
                 n = first + lowest_bit(whole) * c.BN
                 whole = whole & (whole - 1)
                 state = one_tile(state, n, queries, source, program, False, VALUES, c)

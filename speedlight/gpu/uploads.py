@@ -127,10 +127,10 @@ def uploads_of(
     elif backward:
         program = Program.of(problem.mask, problem.score, problem.box(), backward=True)
     words = floats = sinks = None
-    tables: list[torch.Tensor] = []
+    entries: list[torch.Tensor] = []
     if program is not None:
-        tables = [_table_on(t, device) for t in program.tables]
-        host = program.device_words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
+        entries = [_table_on(t, device) for t in program.tables]
+        host = program.device_words([t.data_ptr() for t in entries], [tuple(t.stride()) for t in entries])
         words = torch.from_numpy(host).to(device)
         floats = words.view(torch.float64)
     if problem.sinks is not None:
@@ -138,10 +138,10 @@ def uploads_of(
     functions = functions_of(program) if program is not None else {}
     items = _item_words(problem, device, firsts)
     may_fail = program is not None and program.may_fail
-    uploads = Uploads(program, functions, words, floats, tables, sinks, items, may_fail)
+    uploads = Uploads(program, functions, words, floats, entries, sinks, items, may_fail)
     borrowed = [] if program is None else [t for t in program.tables if not t.is_own]
     if not borrowed:  # the memo holds no reference to an array of a caller's
-        _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *tables) if x is not None))
+        _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *entries) if x is not None))
     return uploads
 
 
