@@ -50,7 +50,6 @@ DEVICES = {
 }
 # bytes that a kernel may spill, and why: what is not in the table spills none
 SPILLS = {
-    "sm_90 bfloat16 d128 decode documents attend": (40, "ptxas spills a few registers, so that a third block fits"),
     "sm_80 bfloat16 d128 backward documents differentiate dk dv": (24, "lookups of both documents, beside two sums"),
     "sm_90 bfloat16 d128 backward documents differentiate dq": (24, "lookups of both documents"),
     "sm_90 bfloat16 d128 backward documents differentiate dk dv": (24, "lookups of both documents, beside two sums"),

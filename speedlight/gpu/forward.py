@@ -253,8 +253,8 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
     state = State(running_max, tl.zeros([c.BM, c.BLOCK_DV], tl.float32), tl.zeros([c.BM], tl.float32))
     if c.HIDING:
         o_tiles = tl.arange(0, TILES)
-        for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1, disable_licm=True):
-            # nothing is hoisted out of these loops: what both share takes more registers than there are
+        for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
+            # out of the inner loops nothing is hoisted: what both share takes more registers than there are
             mixed, whole = classify(first, source.block, keys, source.k_start, program, c)
             for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
                 n = first + lowest_bit(mixed) * c.BN
