@@ -145,13 +145,7 @@ gpu-check: $(VENV)/.test
 	$(RUN) tools/gpu_ahead.py
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
-# (pytest-xdist, if it is there, lets compilers run side by side)
+# (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Ten minutes, then the benchmark
 GPU_TURNS ?= 5
-GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8")
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest $(GPU_JOBS) -p no:cacheprovider -o addopts= -o filterwarnings=default -q $(GPU_TESTS)
-	mkdir -p benchmarks/results/gpu
-	PYTHONPATH=. $(PYTHON) benchmarks/run.py gpu --turns $(GPU_TURNS) -o benchmarks/results/gpu
-
-clean:
-	rm -rf $(VENV) build dist *.egg-info
+	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) $(GPU_TESTS)

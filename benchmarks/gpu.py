@@ -1,5 +1,5 @@
-"""A GPU's figures beside its peers: forward, float32, masks and decode: `run.py gpu`, which needs no more than the
-engine does.
+"""A GPU's figures beside its peers: forward, backward, float32, masks and decode: `run.py gpu`, which needs no more
+than the engine does.
 
 Calls are timed between CUDA events; in Triton's interpreter by the clock of this process.
 """
@@ -18,10 +18,10 @@ from peers import GPU, of_gpu
 import speedlight as sl
 from speedlight.host.machine import interpreting
 from speedlight.tools.gpu_tiles import OF_GPU, device, drawn, measured
-from speedlight.tools.measuring import PEER_SLACK, wrong
+from speedlight.tools.measuring import PEER_SLACK, wrong, wrong_gradients
 from speedlight.tools.peers import Asked, Call, usable
 
-KINDS = ("forward", "float32", "mask", "decode")
+KINDS = ("forward", "backward", "float32", "mask", "decode")
 LENGTHS, DIMS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
 TOKENS, WIDTH = 16384, 2048  # of every forward problem: batch x length, heads x head_dim
 DECODE = ((1, 1024), (1, 8192), (1, 131072), (8, 4096), (32, 4096), (32, 32768), (64, 1024), (64, 8192))  # batch, keys
@@ -88,6 +88,31 @@ def forward(
     return row | {"tflops": {x: flops / t[2] / 1e12 for x, t in row.get("seconds", {}).items()}}
 
 
+def backward(
+    dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterable[str] = GPU, tokens: int = TOKENS
+) -> dict[str, Any]:
+    """TFLOP/s of the gradients of q, k and v, counted as 2.5 times forward's, as others count them."""
+    batch, heads = max(1, tokens // n), max(1, WIDTH // d) if tokens == TOKENS else 1
+    q, k, v, d_out = (drawn(batch, heads, n, d, dtype=dtype, seed=s) for s in range(4))
+    out, lse = sl.attention(q, k, v, causal=causal, return_lse=True, engine="cuda")
+
+    def ours() -> Any:
+        return sl.attention_backward(q, k, v, out, lse, d_out, causal=causal, engine="cuda")
+
+    def held(got: Any, slack: float = 1) -> str | None:
+        return wrong_gradients(got, q, k, v, out, lse, d_out, slack=slack, arithmetic=OF_GPU, causal=causal)
+
+    row: dict[str, Any] = {"name": f"backward {dtype} d{d} N{n} {'causal' if causal else 'full'}", "dtype": dtype}
+    if refused := held(ours()):
+        return row | {"refused": refused}
+    names = [x for x in names if x != "jax" and (n == 8192 or x != "flex")]
+    others, notes = usable(of_gpu(names), Asked(q, k, v, causal, d_out), lambda got: held(got, PEER_SLACK))
+    times = measured({"speedlight": ours} | others, turns)
+    flops = 2.5 * (sl.plan(batch=batch, q_heads=heads, q_len=n, head_dim=d, dtype=dtype, causal=causal).flops or 0)
+    row |= {"head_dim": d, "length": n, "flops": flops, "seconds": times, "notes": notes}
+    return row | {"tflops": {x: flops / t[2] / 1e12 for x, t in times.items()}}
+
+
 def mask_list(n: int, heads: int = 16) -> dict[str, tuple[dict[str, Any], Any, Any]]:
     """Returns our options, and the same mask and score for FlexAttention."""
     ids = np.arange(n) * 8 // n
@@ -146,11 +171,13 @@ def rows(turns: int = 5, only: str = "") -> Iterator[dict[str, Any]]:
     rest = [(d, n, c) for d in DIMS for n in LENGTHS for c in (False, True) if (d, n, c) not in first]
     cases: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
     cases += [("forward", forward, ("bfloat16", *x)) for x in first]
+    cases += [("backward", backward, ("bfloat16", *x)) for x in first]
     cases += [("decode", decode, (32, 4096))]
     cases += [("float32", forward, ("float32", d, n, False)) for d, n in ((128, 4096), (64, 4096), (128, 16384))]
     cases += [("mask", masked, (name, 8192)) for name in mask_list(16)]
     cases += [("decode", decode, x) for x in DECODE if x != (32, 4096)]
     cases += [("forward", forward, ("bfloat16", *x)) for x in rest]
+    cases += [("backward", backward, ("bfloat16", *x)) for x in rest if x[0] < 256]
     for kind, measure, case in cases:
         if only in ("", kind):
             try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from speedlight.tools.peers import PEERS, Asked, Call, Peer, UnfitError, onnx_session, openvino, sdpa
+from speedlight.tools.peers import PEERS, Asked, Call, Peer, UnfitError, onnx_session, openvino, pass_of, sdpa
 
 _BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 GPU = ("cudnn", "flash", "efficient", "flex", "flash_attn", "jax")
@@ -26,7 +26,8 @@ def _on(backend: str, asked: Asked) -> Call:
     """SDPA on one of PyTorch's backends."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    call = sdpa(asked)
+    with sdpa_kernel(getattr(SDPBackend, backend)):  # which a backward pass is that of
+        call = sdpa(asked)
 
     def run() -> Any:
         with sdpa_kernel(getattr(SDPBackend, backend)):
@@ -37,8 +38,11 @@ def _on(backend: str, asked: Asked) -> Call:
 
 def _flash_attn(asked: Asked) -> Call:
     function = importlib.import_module("flash_attn").flash_attn_func
-    q, k, v = (x.transpose(1, 2) for x in asked[:3])
-    return lambda: function(q, k, v, causal=asked.causal).transpose(1, 2)
+
+    def call(*tensors: Any) -> Any:
+        return function(*(x.transpose(1, 2) for x in tensors), causal=asked.causal).transpose(1, 2)
+
+    return pass_of(call, *asked[:3], asked.d_out)
 
 
 # --- one token

@@ -30,6 +30,10 @@ class Engine(Protocol):
         """Fills the results; returns a prepared call that can run again at other addresses, or None."""
         ...
 
+    def backward(self, request: Any, layout: str, stated: Any, operands: Any, precision: str = "ieee") -> Any:
+        """Prepares a backward call."""
+        ...
+
     def append(
         self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any
     ) -> Any:
@@ -57,14 +61,10 @@ class Engine(Protocol):
 
 
 class Host(Engine, Protocol):
-    """What the CPU offers beside: calls that are prepared and run again, and gradients."""
+    """What the CPU offers beside: calls that are prepared and run again."""
 
     def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> Any:
         """Prepares a call that can run again."""
-        ...
-
-    def backward(self, request: Any, layout: str, stated: Any, operands: Any) -> Any:
-        """Prepares a backward call."""
         ...
 
     def planner(self, *, backward: bool) -> Any:
@@ -155,7 +155,7 @@ def plan(
         return found if threads <= threads_now() else replace(found, measured=None)
     if backward and device_name(device) != "cpu":
         raise UnsupportedError(
-            f"backward: expected False, or the CPU, where gradients are computed; got True for {device}. "
+            f"backward: expected False, or the CPU, of which backward calls are planned; got True for {device}. "
             "Use .cpu(), or device='cpu'."
         )
     return by_name(device).plan(problem, device, strides, precision, exact=exact, backward=backward)

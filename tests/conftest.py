@@ -35,6 +35,7 @@ pytest.register_assert_rewrite(*HELPERS)
 
 from engines import CPU, Engine, one_vector, tuned  # noqa: E402
 from problems import DIMS, DTYPES, LENGTHS  # noqa: E402
+from tolerance import assert_gradients  # noqa: E402
 
 from speedlight.cpu.runtime import compile as compiling  # noqa: E402
 from speedlight.cpu.runtime import workers  # noqa: E402
@@ -68,6 +69,12 @@ def engine(isa: str) -> Iterator[Engine]:
     """
     with contextlib.nullcontext() if FULL or isa == host_isas()[0].name else tuned(**one_vector(3)):
         yield CPU
+
+
+@pytest.fixture
+def gradients() -> Callable[..., Any]:
+    """What test_backward.py is about: gradients against the reference; of another engine in another module."""
+    return assert_gradients
 
 
 @pytest.fixture(params=DTYPES)

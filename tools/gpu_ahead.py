@@ -25,7 +25,9 @@ from triton.backends.compiler import GPUTarget
 from speedlight.arrays.dtypes import CODES
 from speedlight.arrays.memory import Array
 from speedlight.expressions.patterns import documents, softcap
+from speedlight.expressions.tables import Table, table
 from speedlight.expressions.tracing import expression
+from speedlight.gpu.differentiate import Gradients
 from speedlight.gpu.joining import Ending, Found, State, joining
 from speedlight.gpu.keys import Keys, arrays_of, axes
 from speedlight.gpu.launch import Launch
@@ -34,7 +36,9 @@ from speedlight.gpu.rows import Destination, Rows, Tokens, cache_type, paged_key
 from speedlight.gpu.schedule import schedule
 from speedlight.gpu.sequence import RECOMPUTE
 from speedlight.gpu.uploads import uploads_of
-from speedlight.problem.build import Stored, from_stored
+from speedlight.problem.build import Stored, from_arrays, from_stored
+from speedlight.problem.gradients import Asked
+from speedlight.problem.operands import Operands
 from speedlight.problem.problem import Options
 from speedlight.problem.tokens import TokenShape
 
@@ -43,6 +47,12 @@ DEVICES = {
     (8, 0): (166_912, r"\bHMMA|\bmma\.sync"),
     (9, 0): (232_448, r"\bHGMMA|\bHMMA"),
     (10, 0): (232_448, r"tcgen05\.mma|UTC\w*MMA|\bHMMA"),
+}
+# bytes that a kernel may spill, and why: what is not in the table spills none
+SPILLS = {
+    "sm_80 bfloat16 d128 backward documents differentiate dk dv": (24, "lookups of both documents, beside two sums"),
+    "sm_90 bfloat16 d128 backward documents differentiate dq": (24, "lookups of both documents"),
+    "sm_90 bfloat16 d128 backward documents differentiate dk dv": (24, "lookups of both documents, beside two sums"),
 }
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -78,7 +88,7 @@ class Compiled:
     def faults(self, capability: tuple[int, int], tensor_cores: bool) -> list[str]:
         most, cores = DEVICES[capability]
         faults = []
-        if self.spills:
+        if self.spills > SPILLS.get(self.name, (0, ""))[0]:
             faults.append(f"{self.spills} bytes spilled")
         if self.shared > most:
             faults.append(f"{self.shared:,} bytes of shared memory, {most:,} there")
@@ -146,6 +156,8 @@ class Case:
     precision: str = "ieee"
     dropout: float = 0.0
     part: bool = False  # of the keys: its out is float32
+    backward: bool = False
+    tables: tuple[Table, ...] = ()  # whose gradients are asked for
 
     def __str__(self) -> str:
         kind = self.dtype if self.precision == "ieee" else self.precision
@@ -153,7 +165,7 @@ class Case:
 
     @property
     def phase(self) -> str:
-        return "prefill" if self.q_len > 1 else "decode"
+        return "backward" if self.backward else "prefill" if self.q_len > 1 else "decode"
 
 
 def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
@@ -163,6 +175,7 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
     plain = [Case(dtype, d, *shape) for dtype in dtypes for d in dims for shape in shapes]
     if not quick:
         plain += [Case("float32", d, *shape, precision="tf32x3") for d in (64, 128) for shape in shapes]
+    plain += [replace(case, backward=True) for case in plain if case.q_len > 1]
     yield from ((str(case), case) for case in plain)
     if quick:
         return
@@ -178,6 +191,15 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
         for codes in CODES:
             yield f"{base} {codes}", replace(base, codes=codes, paged=True, causal=True)
         yield f"bfloat16 d96 {base.phase} value_dim 80", replace(base, d=96, value_dim=80)
+    base = Case("bfloat16", 128, 4096, backward=True)
+    yield f"{base} window", replace(base, mask=window)
+    yield f"{base} documents", replace(base, mask=ids, causal=True)
+    yield f"{base} softcap", replace(base, score=softcap(30.0), causal=True)
+    yield f"{base} dropout", replace(base, dropout=0.1, causal=True)
+    bias = table(torch.zeros(32, 8192).numpy())
+    relative = expression(lambda s, b, h, i, j: s + bias[h, i - j + 4096])
+    yield f"{base} bias", replace(base, score=relative, causal=True, tables=(bias,))
+    yield "bfloat16 d96 backward value_dim 80", replace(base, d=96, value_dim=80)
 
 
 def appends() -> Iterator[tuple[str, Launch]]:
@@ -220,6 +242,8 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     )
     keys = _keys(case, d, value_dim)
     like = Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
+    if case.backward:
+        return gradients_of(capability, case)
     stored = Stored(case.codes or case.dtype, 8, d, value_dim, (4096,))
     problem = from_stored(
         like, stored, Options(causal=case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
@@ -227,6 +251,30 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
     how = schedule(problem, keys, capability, case.precision)
     return Part(problem, "bhld", how, uploads_of(problem, "cpu", None)).launches(q, keys, out, lse, None)
+
+
+def gradients_of(capability: tuple[int, int], case: Case) -> list[Launch]:
+    """The launches of a backward case: delta, dQ, dK and dV, and where tables are asked for those of their entries."""
+    dims = {"k": case.d, "dk": case.d, "q": case.d, "dq": case.d}
+
+    def lying(name: str) -> Array:
+        heads = 8 if name.removeprefix("d") in ("k", "v") else 32
+        shape = (1, heads, case.q_len, dims.get(name, case.value_dim or case.d))[: 3 if "lse" in name else 4]
+        dtype = "float32" if "lse" in name else case.dtype
+        x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        return Array(name, 0, shape, (0,) * len(shape), dtype, "torch", True, x)
+
+    x = Operands(*(lying(name) for name in Operands._fields))
+    options = Options(causal=case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
+    problem = from_arrays(x.q, x.k, x.v, options).problem
+    call = Gradients(
+        Asked(problem, case.tables), "bhld", case.precision, None, uploads_of(problem, "cpu", None, backward=True)
+    )
+    delta = torch.empty(x.lse.shape, device="meta")
+    sums = call.of_rows(x, delta, torch.zeros(32, dtype=torch.float64))[0]
+    found = {id(t): torch.empty(t.array.size, dtype=torch.float64, device="meta") for t in case.tables}
+    entries = itertools.islice(call.of_entries(x, delta, found), 2) if found else ()
+    return [sums, *call.launches(x, delta, None), *entries]
 
 
 def _keys(case: Case, d: int, value_dim: int) -> Keys:
@@ -255,8 +303,15 @@ def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) 
     listed += [(name, each, False) for name, each in (*appends(), *joins()) if wanted(name, only)]
     for name, each, products in listed:
         repairs = each.arguments.get("NONFINITE") == int(RECOMPUTE)  # hardly ever runs: it may spill
-        one = compile_for(each, capability, f"{number} {name} {each.kernel.__name__}{' repair' * repairs}")
-        yield one, [] if repairs else one.faults(capability, products and each.kernel.__name__ == "attend")
+        one = compile_for(each, capability, f"{number} {name} {_kind(each)}{' repair' * repairs}")
+        products = products and each.kernel.__name__ in ("attend", "differentiate")
+        yield one, [] if repairs else one.faults(capability, products)
+
+
+def _kind(each: Launch) -> str:
+    """The kernel's name; of the backward kernel with its end."""
+    end = each.arguments.get("END")
+    return each.kernel.__name__ + ("" if end is None else (" dq", " dk dv", " entries")[end])
 
 
 def wanted(name: str, only: list[str]) -> bool:

@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
-from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, resolved, settled
+from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled
 from ..problem.problem import Options
 from . import higher_order as further
 from . import operators as ops
@@ -59,7 +59,6 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
             f"q: expected a PyTorch tensor, as k, v or a table that requires grad is one; got {type(q).__name__}. Use "
             "torch.from_numpy(q), or call under torch.no_grad()."
         )
-    check_on_cpu(q.is_cuda)
     if not is_plain(q, k, v):
         return attend_as_operation(q, k, v, known.options, return_lse)
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
@@ -162,7 +161,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
             return (None, None, *_differentiable(known, needed, saved, flows))
         q, k, v, out, lse = [x if type(x) is torch.Tensor else x.detach() for x in saved[:5]]
-        d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
+        d_out = out.new_zeros(()).expand(out.shape) if flows[0] is None else flows[0]
         wanted = [n for n, x in enumerate(needed[5:]) if x] + [SINKS] * needed[4]
         d_out, d_lse = resolved(d_out), resolved(flows[1])
         dq, dk, dv, *more = _gradients_of(known, (q, k, v, out, lse, d_out, d_lse), wanted)

@@ -51,7 +51,7 @@ def _attention_of(options: Options, tables: list[Table], *tensors: Any) -> tuple
     axes, packed, alone = LAYOUTS[options.layout], options.layout == "lhd", len(options.layout) == 3
     q, k, v = (x.permute(axes).unsqueeze(0) if alone else x.permute(axes) for x in (q, k, v))
     with plainly():
-        constant = {t: torch.tensor(t.host()) for t in looked_up(stated.problem) if t not in tables}
+        constant = {t: torch.tensor(t.host(), device=q.device) for t in looked_up(stated.problem) if t not in tables}
     outs, lses = [], []
     for item, (rows, keys) in enumerate(_items(stated)):
         at, of = 0 if packed else item, 0 if packed or stated.problem.shared else item
@@ -131,7 +131,7 @@ class _Block:
         p, number = self.problem, _number(q.dtype)
         heads, count, keys = (p.kv_heads, p.group), q.shape[1], k.shape[1]
         tables = self.constant | dict(zip(self.tables, others, strict=False))
-        env = self._places(count, keys)
+        env = self._places(count, keys, q.device)
         visible = self._visible(env, tables, number)
         any_row = visible.expand(*heads, count, keys).any(dim=2).any(dim=1)[..., None]
         k, v = (torch.where(any_row, x.to(number), 0.0) for x in (k, v))
@@ -142,28 +142,28 @@ class _Block:
             env["s"] = torch.where(visible, s, 1.0)
             s = value_of(p.score.root, env, tables, number, visible).expand(s.shape)
             seen = seen & (s != -torch.inf)
-        sinks = None if p.sinks is None else others[len(self.tables)].to(number).reshape(*heads, 1, 1)
-        out, lse = _softmax(s, seen, v, sinks, self._factors(number))
+        sinks = None if p.sinks is None else others[len(self.tables)].to(q.device, number).reshape(*heads, 1, 1)
+        out, lse = _softmax(s, seen, v, sinks, self._factors(number, q.device))
         return out.flatten(0, 1).to(q.dtype), lse.flatten(0, 1)
 
-    def _places(self, count: int, keys: int) -> dict[str, Any]:
+    def _places(self, count: int, keys: int, device: torch.device) -> dict[str, Any]:
         p = self.problem
         first = p.q_starts[self.item] + self.rows.start
         return {
-            "b": torch.tensor(self.item),
-            "h": torch.arange(p.q_heads).reshape(p.kv_heads, p.group, 1, 1),
-            "i": torch.arange(first, first + count)[:, None],
-            "j": torch.arange(p.k_start, p.k_start + keys),
+            "b": torch.tensor(self.item, device=device),
+            "h": torch.arange(p.q_heads, device=device).reshape(p.kv_heads, p.group, 1, 1),
+            "i": torch.arange(first, first + count, device=device)[:, None],
+            "j": torch.arange(p.k_start, p.k_start + keys, device=device),
         }
 
     def _visible(self, env: dict[str, Any], tables: dict[Any, Any], number: torch.dtype) -> Any:
         """Returns which pairs are visible, in whatever shape broadcasts."""
-        causal = env["j"] <= env["i"] if self.problem.causal else torch.ones(env["i"].shape, dtype=torch.bool)
+        causal = env["j"] <= env["i"] if self.problem.causal else torch.ones_like(env["i"], dtype=torch.bool)
         if self.problem.mask is None:
             return causal
         return causal & value_of(self.problem.mask.root, env, tables, number, False)
 
-    def _factors(self, number: torch.dtype) -> Any:
+    def _factors(self, number: torch.dtype, device: torch.device) -> Any:
         """Returns the factors of weights under dropout; None without."""
         p = self.problem
         if not p.dropout:
@@ -172,7 +172,7 @@ class _Block:
         i = range(first + self.rows.start, first + self.rows.stop)
         j = range(p.k_start, p.k_start + p.k_lengths[self.item])
         of = [torch.from_numpy(kept(p.dropout, p.seed, self.item, h, i, j)) for h in range(p.q_heads)]
-        return torch.stack(of).unflatten(0, (p.kv_heads, p.group)).to(number) / p.dropout_divisor
+        return torch.stack(of).unflatten(0, (p.kv_heads, p.group)).to(device, number) / p.dropout_divisor
 
 
 def _softmax(s: Any, seen: Any, v: Any, sinks: Any, factors: Any) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ def attention_backward_op(
 ) -> Any:  # fmt: skip
     options, known = options_of(form, tables, sinks, seed)
     grads: Grads = tuple(SINK_LOGITS if n == SINKS else known[n] for n in wanted)
-    d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if d_out is None else d_out
+    d_out = out.new_zeros(()).expand(out.shape) if d_out is None else d_out
     q, k, v, out, lse, d_out = (x.detach() for x in (q, k, v, out, lse, d_out))
     d_lse = None if d_lse is None else d_lse.detach()
     dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, d_lse, grads, options)

@@ -25,7 +25,7 @@ def value_of(root: Node, env: dict[str, Any], tables: dict[Any, torch.Tensor], n
             case "symbol":
                 value = env[node.value].to(kinds[node.kind])
             case "number":
-                value = torch.tensor(node.value, dtype=kinds[node.kind])
+                value = torch.tensor(node.value, dtype=kinds[node.kind], device=env["i"].device)
             case "table":
                 value = _look_up(node, tables[node.value], args, seen).to(kinds[node.kind])
             case "cast":

@@ -11,7 +11,6 @@ from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
-from ..errors import UnsupportedError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
@@ -19,10 +18,11 @@ from ..problem.biases import arrays_of, form_of_bias, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, asked, resolved
 from ..problem.operands import Operands
-from ..problem.options import AnyArray, ArrayOf, AttentionOptions, Grads, K, T, V, public
+from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, T, V, public
 from ..problem.prepared import Prepared, key_of
 from ..problem.problem import Options, scores_of
 from ..problem.results import empty_like, fresh, like_input
+from .dense import runs_on_gpu
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,14 +34,15 @@ _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 @overload
 def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
-    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), **options: Unpack[AttentionOptions],
+    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), engine: Engine | None = None,
+    **options: Unpack[AllOptions],
 ) -> tuple[T, K, V]: ...  # fmt: skip
 @overload
 def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
-    d_lse: AnyArray | None = None, *, grads: Grads, **options: Unpack[AttentionOptions],
+    d_lse: AnyArray | None = None, *, grads: Grads, engine: Engine | None = None, **options: Unpack[AllOptions],
 ) -> tuple[T, K, V, tuple[T, ...]]: ...  # fmt: skip
-@public(AttentionOptions)
+@public(AllOptions)
 def attention_backward(
     q: Any,
     k: Any,
@@ -52,7 +53,8 @@ def attention_backward(
     d_lse: Any = None,
     *,
     grads: Grads = (),
-    **options: Unpack[AttentionOptions],
+    engine: Engine | None = None,
+    **options: Unpack[AllOptions],
 ) -> Any:
     """Returns the gradients of attention() with respect to q, k and v, in memory linear in the length.
 
@@ -60,20 +62,22 @@ def attention_backward(
     sequence this works on a part of its keys, too, and the dq of all parts add up.
 
     Args:
-        q, k, v: as attention() had them, on the CPU. To keys and values that items share flows the sum over the batch.
+        q, k, v: as attention() had them. To keys and values that items share flows the sum over the batch.
         out: what attention() returned for them, shaped as q with value_dim last.
         lse: its log-sum-exps (return_lse=True), (batch, q_heads, q_len) or packed (q_heads, total_length).
         d_out: the gradient of the loss with respect to out: shaped as out, of its dtype.
         d_lse: the same with respect to lse, if there is one: shaped as lse, of its dtype.
         grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
             them, too: sl.alibi(t)), and "sink_logits".
+        engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         **options: as attention() had them.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
         the order of `grads`, of q's kind, each shaped as its table, or (q_heads,), in float32, or float64 beside a q of
         float64.
-        Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads.
+        Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads, and from
+        call to call on one GPU.
 
     Raises:
         speedlight.Error: the argument, what was expected and what came; for a score without a derivative, the operation
@@ -89,28 +93,31 @@ def attention_backward(
     ((1, 2, 3, 4), 1.0)
     """
     given = Options.of(attention_backward, options)
-    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given)
+    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given, runs_on_gpu(q, engine))
 
 
-def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options) -> Any:
-    """Computes the gradients of a call, with its options in one."""
+def _gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options,
+    on_gpu: bool | None = None,
+) -> Any:  # fmt: skip
+    """Computes the gradients of a call, with its options in one; on_gpu None: where q lies."""
+    on_gpu = runs_on_gpu(q, None) if on_gpu is None else on_gpu
     tensors = q, k, v, out, lse, resolved(d_out), resolved(d_lse)
-    key, results = repeat(tensors, grads, options)
+    key, results = (None, None) if on_gpu else repeat(tensors, grads, options)
     if results is not None:
         return results
     six = [describe(x, name, gpu=True) for x, name in zip(tensors[:6], _NAMES, strict=False)]
     given = six if d_lse is None else [*six, describe(tensors[6], "d_lse", gpu=True)]
-    if given[0].device != "cpu":
-        raise UnsupportedError(
-            f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
-        )
-    arrays, options = arrays_of(options), options.spelled()
-    options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
+    arrays, options, wanted = arrays_of(options), options.spelled(), grads
+    if not on_gpu:
+        options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
     stated = from_arrays(six[0], six[1], six[2], options)
     made = [_make_gradient(x, six[0] if stated.problem.shared else x) for x in six[:3]]
     request = asked(stated.problem, options.layout, Given(given[0], *given[3:]), wanted)
-    call = engines.cpu().backward(request, options.layout, stated, _operands(given, made))
-    results = _run(call, given, made, grads, None if key is None else options.seed_word(), None)
+    engine, operands = engines.of("cuda" if on_gpu else "cpu"), _operands(given, made)
+    call = engine.backward(request, options.layout, stated, operands, options.precision)
+    sum_items = (call.sum_items if on_gpu else _sum_items) if stated.problem.shared else None
+    results = _run(call, given, made, grads, None if key is None else options.seed_word(), None, sum_items)
     if key is not None and call.keep_for(arrays):
         _prepared.put(key, Prepared(given, call, reads=len(given)), call.size)
     return results
@@ -130,15 +137,20 @@ def repeat(tensors: tuple[Any, ...], grads: Any, options: Options) -> tuple[Any,
     call = known.call
     given = [form.of(x, address) for form, x, address in zip(call.forms, tensors, at, strict=False)]
     made = [_make_again(x, form) for x, form in zip(given, call.forms[-3:], strict=False)]
-    return key, _run(call, given, made, grads, options.seed_word(), tables)
+    sum_items = _sum_items if call.problem.shared else None
+    return key, _run(call, given, made, grads, options.seed_word(), tables, sum_items)
 
 
-def _run(call: Any, given: list[Array], made: list[Any], grads: Any, seed: int | None, tables: Any) -> Any:
-    """Fills dq, dk and dv, which are `made`, and returns them, and the further gradients that are asked for."""
+def _run(
+    call: Any, given: list[Array], made: list[Any], grads: Any, seed: int | None, tables: Any, sum_items: Any
+) -> Any:
+    """Fills dq, dk and dv, which are `made`, and returns them, and the further gradients that are asked for.
+    sum_items: of keys that items share.
+    """
     (dq, _), (dk, b), (dv, c) = made
     more = call.run(_operands(given, made), seed, tables)
-    if call.problem.shared:
-        dk, dv = _sum_items(b), _sum_items(c)
+    if sum_items:
+        dk, dv = sum_items(b), sum_items(c)
     results = tuple([like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False)])
     return (*results, tuple([_convert(given[0], y) for y in more])) if grads else results
 
@@ -195,6 +207,6 @@ def _sum_items(x: Array) -> Any:
     return result
 
 
-def _convert(q: Array, x: np.ndarray) -> Any:
-    """Converts a NumPy array to what the library of q has."""
-    return sys.modules["torch"].from_numpy(x) if q.kind == "torch" else like_input(q, x)
+def _convert(q: Array, x: Any) -> Any:
+    """Converts an engine's array to what the library of q has."""
+    return sys.modules["torch"].from_numpy(x) if type(x) is np.ndarray and q.kind == "torch" else like_input(q, x)

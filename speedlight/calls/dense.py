@@ -33,9 +33,10 @@ def runs_on_gpu(q: Any, engine: Any) -> bool:
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
-    """Attends on the CPU, with attention()'s options in one; out, or (out, lse)."""
-    key, results = repeat(q, k, v, options, return_lse, None)
-    return attend_anew(q, k, v, options.spelled(), return_lse, None, key) if results is None else results
+    """Attends where q lies, with attention()'s options in one; out, or (out, lse)."""
+    there = runs_on_gpu(q, None)
+    key, results = (None, None) if there else repeat(q, k, v, options, return_lse, None)
+    return attend_anew(q, k, v, options.spelled(), return_lse, None, key, there) if results is None else results
 
 
 def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> tuple[Any, Any]:

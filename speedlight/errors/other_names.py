@@ -204,7 +204,6 @@ _APPENDED = {
     "causal is_causal q query": "nothing: tokens are stored; attention_paged() attends",
 }
 _BACKWARD = {
-    "engine precision": "nothing: gradients are computed on the CPU, as float32 has them",
     "dout grad_output grad_outputs grad_out": "d_out=, the gradient of out",
     "return_lse": "nothing: gradients come, (dq, dk, dv)",
     "delta": "nothing: it is computed",

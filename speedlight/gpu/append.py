@@ -37,9 +37,7 @@ def store(
     if after is not None:
         wrong = tl.where(fits & (length >= 0) & (count >= 0) & (count <= n_new), 0, 4)
         if (wrong == 0) & (count > 0):
-            for i in tl.range(length // page_size, (length + count - 1) // page_size + 1):
-                page = tl.load(pages + i_item * table_row + i).to(tl.int64)
-                wrong = tl.where((page < 0) | (page >= page_count), 2, wrong)
+            wrong = check_pages(pages + i_item * table_row, length, count, page_size, page_count)
         fits = wrong == 0
         if n == 0:
             tl.store(after + i_item, tl.where(fits, length + count, length).to(after.dtype.element_ty))
@@ -62,12 +60,9 @@ def store(
             tl.store(p_k, new_k, mask=m_k)
             tl.store(p_v, new_v, mask=m_v)
         else:
-            codes, scale = quantized(new_k.to(tl.float32), keys.dtype.element_ty)
-            tl.store(p_k, codes, mask=m_k)
-            tl.store(k_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
-            codes, scale = quantized(new_v.to(tl.float32), values.dtype.element_ty)
-            tl.store(p_v, codes, mask=m_v)
-            tl.store(v_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
+            o_scale = block * S_item + slot * S_row + o_h * S_head
+            store_codes(p_k, new_k, m_k, k_scales + o_scale, o_h < HEADS)
+            store_codes(p_v, new_v, m_v, v_scales + o_scale, o_h < HEADS)
     if arrived is not None:
         # all warps of a program have read the length before it is counted, so the last program may change it
         tl.debug_barrier()
@@ -77,6 +72,24 @@ def store(
                 tl.store(lengths + i_item, (length + count).to(lengths.dtype.element_ty))
             else:
                 tl.store(status, 1)
+
+
+@triton.jit
+def check_pages(p_table, length, count, page_size, page_count):
+    """2 where a page that new tokens would lie in is none, else 0."""
+    wrong = 0
+    for i in tl.range(length // page_size, (length + count - 1) // page_size + 1):
+        page = tl.load(p_table + i).to(tl.int64)
+        wrong = tl.where((page < 0) | (page >= page_count), 2, wrong)
+    return wrong
+
+
+@triton.jit
+def store_codes(p, new, mask, p_scales, m_head):
+    """Rows as codes, and their scales."""
+    codes, scale = quantized(new.to(tl.float32), p.dtype.element_ty)
+    tl.store(p, codes, mask=mask)
+    tl.store(p_scales, scale, mask=m_head)
 
 
 @triton.jit

@@ -159,7 +159,7 @@ def attend(
     CODED: tl.constexpr = k_scales is not None
     c: tl.constexpr = Config(
         D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN, PRECISION, HIDING, NONFINITE, SPLIT, USE_TMA, MEMORY,
-        CODED, invariants, apply, bounds,
+        CODED, invariants, apply, bounds, None, None, None, None,
     )  # fmt: skip
     tensors = Tensors(
         Tensor(q, q_item, q_head, q_row, q_column),
@@ -179,12 +179,7 @@ def attend(
     dropout = Dropout(seed_low, seed_high, drop_below, drop_all)
     program = Program(factor, scale, ints, floats, wrong, classes, c_item, c_head, chunks, dropout)
     if NONFINITE == RECOMPUTE:
-        # a few programs scan the flags, and usually exit
-        o_flags = tl.arange(0, 4096)
-        flagged = 0
-        for i in tl.range(0, blocks, 4096):
-            flagged = tl.maximum(flagged, tl.max(tl.load(flags + i + o_flags, mask=i + o_flags < blocks, other=0), 0))
-        if flagged != 0:
+        if any_flagged(flags, blocks):
             for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
                 if tl.load(flags + pid) != 0:
                     attend_block(pid, tensors, batch, memory, program, flags, c)
@@ -259,12 +254,13 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
     if c.HIDING:
         o_tiles = tl.arange(0, TILES)
         for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
-            mixed, whole = classify(first, source, program, c)
-            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0)):
+            # out of the inner loops nothing is hoisted: what both share takes more registers than there are
+            mixed, whole = classify(first, source.block, keys, source.k_start, program, c)
+            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
                 n = first + lowest_bit(mixed) * c.BN
                 mixed = mixed & (mixed - 1)
                 state = one_tile(state, n, queries, source, program, True, VALUES, c)
-            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0)):
+            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0), disable_licm=True):
                 n = first + lowest_bit(whole) * c.BN
                 whole = whole & (whole - 1)
                 state = one_tile(state, n, queries, source, program, False, VALUES, c)
@@ -277,15 +273,14 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
 
 
 @triton.jit
-def classify(first, source: Source, program: Program, c: Config):
+def classify(first, block: Block, keys: Range, k_start, program: Program, c: Config):
     """The TILES tiles from key `first` on as two sets of bits: (partly, wholly visible)."""
-    block, keys = source.block, source.keys
     o_tiles = tl.arange(0, TILES)
     j = first + o_tiles * c.BN
     m_tile = j < keys.end
     if program.p_classes is None:
         h_low = block.i_heads * c.PACK
-        j_low, j_high = source.k_start + j, source.k_start + tl.minimum(j + c.BN, keys.end) - 1
+        j_low, j_high = k_start + j, k_start + tl.minimum(j + c.BN, keys.end) - 1
         partly, wholly = c.bounds(
             block.item.name, h_low, h_low + c.PACK - 1, keys.low, keys.high, j_low, j_high,
             program.p_ints, program.p_floats, 128,
@@ -391,6 +386,16 @@ def code_sums(x, running_max, factor, values: Values):
     if values.scale is not None:
         b_v = b_v * values.scale[:, None]
     return nonfinite_sum(dot(weight.to(tl.bfloat16), nonfinite_code(b_v).to(tl.bfloat16), "ieee"))
+
+
+@triton.jit
+def any_flagged(flags, blocks):
+    """Returns whether a block has a flag: the few programs of a repair usually exit."""
+    o_flags = tl.arange(0, 4096)
+    flagged = 0
+    for i in tl.range(0, blocks, 4096):
+        flagged = tl.maximum(flagged, tl.max(tl.load(flags + i + o_flags, mask=i + o_flags < blocks, other=0), 0))
+    return flagged != 0
 
 
 @triton.jit

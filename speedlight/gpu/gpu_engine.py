@@ -9,7 +9,9 @@ import torch
 from ..arrays.memory import Array
 from ..host.forks import importing
 from ..problem.block_tables import page_lists
-from ..problem.operands import Dense, PagedKeys, PageTables, Rows, Strides
+from ..problem.build import Stated
+from ..problem.gradients import Asked
+from ..problem.operands import Dense, Operands, PagedKeys, PageTables, Rows, Strides
 from ..problem.plan import Plan
 from ..problem.problem import Problem
 from ..problem.results import Results
@@ -24,7 +26,7 @@ from .schedule import check
 from .uploads import check_tables
 
 __all__ = [
-    "Ending", "Found", "State", "append", "arrays_of", "attend", "check", "check_tables", "device_of",
+    "Ending", "Found", "State", "append", "arrays_of", "attend", "backward", "check", "check_tables", "device_of",
     "joined", "merge", "plan", "prepare", "read_tables", "resident_tables", "storage", "synchronize",
 ]  # fmt: skip
 
@@ -36,6 +38,14 @@ def attend(problem: Problem, rows: Rows, keys: Dense | PagedKeys, results: Resul
     there = _keys_on_device(keys)
     call = prepare(problem, rows.layout, device, there, cu_q=cu_q, cu_k=cu_k, precision=precision)
     call.run(q, there, results.out.tensor, None if results.lse is None else results.lse.tensor)
+
+
+def backward(request: Asked, layout: str, stated: Stated, operands: Operands, precision: str = "ieee") -> Any:
+    """Prepares a backward call."""
+    with importing:
+        from . import differentiate
+
+    return differentiate.prepare(request, layout, stated, operands.q, precision)
 
 
 def _offsets(first: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -1,7 +1,9 @@
-"""From an expression's tree to Triton source: three small functions that the kernel calls.
+"""From an expression's tree to Triton source: small functions that kernels call.
 
     invariants(b, h, i, ints, floats)           what is the same for every key: numbers, tables, values of rows
     apply(x, b, h, i, j, inside, …)             the score, then -inf where hidden
+    back(d, x, b, h, i, j, …)                   of a backward pass: what d, flowing into the score, makes flow to s
+    entry0(d, x, b, h, i, j, …)                 of a lookup: the entry that is read, and what flows to it
     bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, …)      bounds.py's walk over many tiles at once
 
 The text depends on the structure alone: numbers, addresses, shapes and strides are read from memory.
@@ -16,7 +18,7 @@ from typing import Any
 from ..expressions.operations import OPERATIONS
 from ..expressions.program import ENDS, LENGTHS, STRIDES, TABLE_WORDS, Program
 from ..expressions.tables import Table
-from ..expressions.tree import OF_KEYS, Node, order
+from ..expressions.tree import FLOW, OF_KEYS, Node, order
 
 
 def key_of(program: Program) -> str:
@@ -42,7 +44,7 @@ class _Text:
 
     def __init__(self, program: Program, before: _Text | None = None) -> None:
         self.program, self.before, self.lines = program, before, list[str]()
-        self.names: dict[Any, str] = {} if before is None else before.names  # both functions share them
+        self.names: dict[Any, str] = {}
         self.constants: dict[str, str] = {}
 
     def let(self, value: str) -> str:
@@ -65,13 +67,16 @@ class _Text:
             "double": "tl.float64",
         }[kind]
 
+    def name(self, key: Any) -> str | None:
+        """Returns the name of a node, or of what says that an index of a lookup is out of range."""
+        return self.names.get(key) or (self.before.name(key) if self.before else None)
+
     def value(self, root: Node) -> str:
         for node in order(root):
-            if id(node) in self.names:
-                continue
-            text = self.before if self.before and not node.uses & OF_KEYS else self
-            self.names[id(node)] = text.let(text.emit(node, [self.names[id(a)] for a in node.args]))
-        return self.names[id(root)]
+            if self.name(id(node)) is None:
+                text = self.before if self.before and not node.uses & OF_KEYS else self
+                text.names[id(node)] = text.let(text.emit(node, [str(self.name(id(a))) for a in node.args]))
+        return str(self.name(id(root)))
 
     def number(self, node: Node) -> str:
         at = self.program.numbers[id(node)]
@@ -84,8 +89,10 @@ class _Text:
     def emit(self, node: Node, args: list[str]) -> str:
         op, kind = node.op, node.kind
         match op:
+            case "symbol" if node.is_float:
+                return node.value if kind == "float" else f"{node.value}.to(tl.float64)"
             case "symbol":
-                return node.value if node.is_float else f"{node.value}.to({self.type_of('int')})"
+                return f"{node.value}.to({self.type_of('int')})"
             case "number":
                 return self.number(node)
             case "table":
@@ -229,16 +236,36 @@ class _Ranges:
 
 
 def source(program: Program) -> str:
-    """The three functions."""
-    return "\n".join((_HEAD, _apply(program), _bounds(program)))
+    """The functions."""
+    before = _Text(program)
+    bodies = [_apply(program, before)]
+    if changes_flow(program):
+        bodies.append(_back(program, before))
+    bodies += [_entry(program, before, n) for n in range(len(program.entries))]
+    words = set(re.findall(r"\w+", " ".join([line for _, lines in bodies for line in lines])))
+    names = [line.split(" = ")[0] for line in before.lines]
+    used = [name for name in names if name in words]
+    lines = ["@triton.jit", "def invariants(b, h, i, ints, floats):"]
+    lines.extend(f"    {line}" for line in before.lines)
+    lines.append(f"    return ({', '.join([*used, '0'])},)\n")
+    for head, body in bodies:
+        lines.extend(["", "@triton.jit", f"def {head}:"])
+        lines.extend(f"    {name} = invariants[{n}]" for n, name in enumerate(used))
+        lines.extend(f"    {line}" for line in body)
+    return "\n".join((_HEAD, *lines, "", _bounds(program)))
 
 
 _HEAD = """from speedlight.gpu.primitives import *
 """
 
 
-def _apply(program: Program) -> str:
-    before = _Text(program)
+def changes_flow(program: Program) -> bool:
+    """Returns whether raw scores have another gradient than scores."""
+    flow = program.flow
+    return flow is not None and not (flow.op == "symbol" and flow.value == FLOW)
+
+
+def _apply(program: Program, before: _Text) -> tuple[str, list[str]]:
     text = _Text(program, before)
     if program.score is not None:
         text.lines.append("s = x * scale")
@@ -253,18 +280,29 @@ def _apply(program: Program) -> str:
     text.lines[start:] = [f"    {line}" for line in text.lines[start:]]
     if program.score is not None:
         text.lines.extend(_notes(program, text, program.score))
-    names = [line.split(" = ")[0] for line in before.lines]
-    words = set(re.findall(r"\w+", " ".join(text.lines)))
-    used = [name for name in names if name in words]
-    lines = ["@triton.jit", "def invariants(b, h, i, ints, floats):"]
-    lines.extend(f"    {line}" for line in before.lines)
-    lines.append(f"    return ({', '.join([*used, '0'])},)")
-    lines.append("\n\n@triton.jit")
-    lines.append("def apply(x, b, h, i, j, inside, scale, invariants, ints, floats, wrong, MASKED: tl.constexpr):")
-    lines.extend(f"    {name} = invariants[{n}]" for n, name in enumerate(used))
-    lines.extend(f"    {line}" for line in text.lines)
-    lines.append("    return x\n")
-    return "\n".join(lines)
+    head = "apply(x, b, h, i, j, inside, scale, invariants, ints, floats, wrong, MASKED: tl.constexpr)"
+    return head, [*text.lines, "return x"]
+
+
+def _back(program: Program, before: _Text) -> tuple[str, list[str]]:
+    """What is the same as in the score is written again, for the compiler to join."""
+    text = _Text(program, before)
+    assert program.flow is not None
+    text.lines.append("s = x * scale")
+    text.lines.append(f"return ({text.value(program.flow)} + tl.zeros_like(x)).to(tl.float32)")
+    return "back(d, x, b, h, i, j, scale, invariants, ints, floats)", text.lines
+
+
+def _entry(program: Program, before: _Text, n: int) -> tuple[str, list[str]]:
+    text, (lookup, into) = _Text(program, before), program.entries[n]
+    text.lines.append("s = x * scale")
+    index = text.let("tl.zeros([], tl.int64)")
+    for d, node in enumerate(lookup.args):
+        size = text.let(f"tl.load(ints + {table_at(program, lookup) + LENGTHS + d})")
+        at = text.let(f"{text.value(node)}.to(tl.int64)")
+        index = text.let(f"{index} * {size} + tl.minimum(tl.maximum({at}, 0), {size} - 1)")
+    text.lines.append(f"return {index}, ({text.value(into)} + tl.zeros_like(x)).to(tl.float64)")
+    return f"entry{n}(d, x, b, h, i, j, scale, invariants, ints, floats)", text.lines
 
 
 def _notes(program: Program, text: _Text, root: Node) -> list[str]:
@@ -273,8 +311,8 @@ def _notes(program: Program, text: _Text, root: Node) -> list[str]:
     reached = {id(n) for n in order(root)}
     for n, ((node, d), checked) in enumerate(zip(program.lookups, program.checked, strict=True)):
         if checked and id(node) in reached:
-            index = text.names[id(node.args[d])]
-            lines.append(f"note(wrong + {2 * n}, {text.names[id(node), d]}, {index}, shown)")
+            index = text.name(id(node.args[d]))
+            lines.append(f"note(wrong + {2 * n}, {text.name((id(node), d))}, {index}, shown)")
     return lines
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ..expressions.tree import out_of_range
 from ..host.rounding import standard
 from ..problem.problem import Problem
 from .dropping import words_of
 from .forward import attend
 from .keys import Keys, axes
-from .launch import Launch, capturing, named_strides, start
+from .launch import Launch, named_strides, start
 from .schedule import Schedule, capability, check, most_rows, power_above, schedule, tile_class
 from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
 from .splits import combine
@@ -36,14 +35,10 @@ class Part:
 
     def run(self, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         keys = keys if self.items is None else keys.of(self.items)
-        wrong = None
-        if self.uploads.may_fail:
-            assert self.uploads.program is not None
-            wrong = torch.zeros(2 * len(self.uploads.program.lookups), dtype=torch.int64, device=q.device)
+        wrong = self.uploads.new_flags(q.device)
         for each in self.launches(q, keys, out, lse, wrong):
             start(each)
-        if wrong is not None and not capturing():
-            _raise_wrong(self.uploads, wrong)
+        self.uploads.check_flags(wrong)
 
     @standard
     def launches(
@@ -197,10 +192,3 @@ def _factor(p: Problem) -> tuple[float, int]:
         return math.log2(math.e), 1
     c = p.scale * math.log2(math.e)
     return (abs(c), 1 if c > 0 else -1) if c else (1.0, 0)
-
-
-def _raise_wrong(uploads: Uploads, wrong: torch.Tensor) -> None:
-    assert uploads.program is not None
-    for (flag, index), (node, d) in zip(wrong.cpu().reshape(-1, 2).tolist(), uploads.program.lookups, strict=True):
-        if flag:
-            raise out_of_range(node, d, index)

@@ -335,17 +335,20 @@ def entry_range(row: TableRow, low, high, WIDTH: tl.constexpr):
     """
     inside = row.inside & (low >= 0) & (high < row.size)
     short = inside & row.is_one & (high - low < WIDTH)
-    if len((low + high).shape) == 0:
+    if len(short.shape) == 0:
         o_run = tl.arange(0, WIDTH)
         m = (o_run <= high - low) & short
         entries = tl.load(row.p + (low + o_run).to(tl.int64) * row.stride, mask=m, other=0).to(tl.int64)
         a = tl.min(tl.where(m, entries, 1 << 60), 0)
         b = tl.max(tl.where(m, entries, -(1 << 60)), 0)
-    else:
-        first = low + 0 * high
-        o_run = tl.arange(0, WIDTH)[None, :]
-        m = (o_run <= (high - low)[:, None]) & short[:, None]
-        entries = tl.load(row.p + (first[:, None] + o_run).to(tl.int64) * row.stride, mask=m, other=0).to(tl.int64)
-        a = tl.min(tl.where(m, entries, 1 << 60), 1)
-        b = tl.max(tl.where(m, entries, -(1 << 60)), 1)
+    else:  # every box its own run, and its own row where an index before the last differs; in parts: registers
+        nothing = tl.zeros_like(short.to(tl.int64))
+        count, p_first = high - low + nothing, row.p + (low + nothing) * row.stride
+        a, b = nothing + (1 << 60), nothing - (1 << 60)
+        for at in tl.range(0, WIDTH, 32):
+            o_run = at + tl.arange(0, 32)[None, :]
+            m = (o_run <= count[:, None]) & short[:, None]
+            entries = tl.load(p_first[:, None] + o_run * row.stride, mask=m, other=0).to(tl.int64)
+            a = tl.minimum(a, tl.min(tl.where(m, entries, 1 << 60), 1))
+            b = tl.maximum(b, tl.max(tl.where(m, entries, -(1 << 60)), 1))
     return tl.where(short, a, row.least), tl.where(short, b, row.most), inside

@@ -49,6 +49,11 @@ class Config(NamedTuple):
     invariants: Any  # functions of the mask and the score, from gpu/lower.py, or None
     apply: Any
     bounds: Any
+    # of a backward pass: whether there is a score, what flows through it, and to which entries of a table
+    SCORED: Any
+    back: Any
+    entry: Any
+    SPREAD: Any
 
 
 class Tensor(NamedTuple):

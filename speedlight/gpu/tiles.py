@@ -122,3 +122,39 @@ def table_row(capability: tuple[int, int], dtype: str, head_dim: int, precision:
     kind = "16" if dtype != "float32" else "32" if precision == "ieee" or "tf32" not in of_kinds else "tf32"
     rows = of_kinds[kind]
     return rows[sum([row.head_dim < head_dim for row in rows])]  # in ascending head dim
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRow:
+    """The tiles of the backward kernel for head dims up to `head_dim`."""
+
+    head_dim: int
+    queries: Tile  # a program owns so many rows, for dQ
+    keys: Tile  # a program owns so many keys, for dK and dV
+    measured: bool = False
+
+
+# by compiler evidence alone, of every capability; rows that own keys keep two sums, and take fewer queries at once
+GRADIENTS: dict[str, tuple[GradientRow, ...]] = {
+    "16": (
+        GradientRow(64, Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
+        GradientRow(128, Tile(64, 64, 8, 2), Tile(32, 64, 8, 2, registers=255)),
+        GradientRow(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        GradientRow(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ),
+    "32": (
+        GradientRow(64, Tile(32, 32, 8, 1, registers=255), Tile(32, 32, 8, 1, registers=255)),
+        GradientRow(128, Tile(16, 32, 8, 1, registers=255), Tile(16, 32, 8, 1, registers=255)),
+        GradientRow(512, Tile(16, 16, 8, 1, registers=255), Tile(16, 16, 8, 1, registers=255)),
+    ),
+    "tf32": (
+        GradientRow(64, Tile(32, 32, 8, 1, registers=255), Tile(32, 32, 8, 1, registers=255)),
+        GradientRow(128, Tile(16, 16, 8, 1, registers=255), Tile(16, 16, 8, 1, registers=255)),
+    ),
+}
+
+
+def gradient_row(dtype: str, head_dim: int, precision: str = "ieee") -> GradientRow:
+    """The row for the larger of head dim and value dim."""
+    rows = GRADIENTS["16" if dtype != "float32" else "32" if precision == "ieee" else "tf32"]
+    return rows[sum([row.head_dim < head_dim for row in rows])]

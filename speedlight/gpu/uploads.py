@@ -16,6 +16,8 @@ import torch
 
 from ..errors import ArgumentError
 from ..expressions.program import Program
+from ..expressions.tables import Table
+from ..expressions.tree import out_of_range
 from ..host.machine import interpreting
 from ..host.memo import Memo
 from ..host.rounding import standard
@@ -23,6 +25,7 @@ from ..problem.problem import Problem
 from ..problem.tiles import Many
 from . import lower
 from .forward import TILES
+from .launch import capturing
 from .sequence import ITEM
 
 
@@ -40,6 +43,20 @@ class Uploads:
     may_fail: bool  # an index may be out of range
     classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host classifies them
 
+    def new_flags(self, device: torch.device) -> torch.Tensor | None:
+        """Makes the words in which kernels note a lookup that is out of range; None where there can be none."""
+        if not self.may_fail or self.program is None:
+            return None
+        return torch.zeros(2 * len(self.program.lookups), dtype=torch.int64, device=device)
+
+    def check_flags(self, flags: torch.Tensor | None) -> None:
+        """Waits for the device, and raises for a lookup that was out of range; not while a graph is captured."""
+        if flags is None or self.program is None or capturing():
+            return
+        for (flag, index), (node, d) in zip(flags.cpu().reshape(-1, 2).tolist(), self.program.lookups, strict=True):
+            if flag:
+                raise out_of_range(node, d, index)
+
 
 _functions: dict[str, dict[str, Any]] = {}  # by lower.key_of: a program itself holds tables
 
@@ -54,7 +71,8 @@ def functions_of(program: Program) -> dict[str, Any]:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
         exec(compile(text, name, "exec"), space)
-        functions = _functions[key] = {n: space.get(n) for n in ("invariants", "apply", "bounds")}
+        names = ("invariants", "apply", "bounds", "back", *(f"entry{n}" for n in range(len(program.entries))))
+        functions = _functions[key] = {n: space.get(n) for n in names}
     return functions
 
 
@@ -91,30 +109,39 @@ _uploads: Memo[Uploads] = Memo(256, 1 << 30)
 
 
 @standard
-def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Uploads:
-    """firsts: of packed arrays, each item's first row of q and of k."""
+def uploads_of(
+    problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None, *, backward: bool = False,
+    tables: tuple[Table, ...] = (),
+) -> Uploads:  # fmt: skip
+    """firsts: of packed arrays, each item's first row of q and of k. backward: with the score's derivative; with tables
+    that of their entries.
+    """
     # dropout needs nothing: its words are arguments, and a seed comes with every call
-    key = replace(problem, dropout=0.0, seed=0) if problem.dropout else problem, device, firsts
+    key = replace(problem, dropout=0.0, seed=0) if problem.dropout else problem, device, firsts, backward, tables
     uploads = _uploads.get(key)
     if uploads is not None:
         return uploads
     program = problem.program
+    if tables and problem.score is not None:
+        program = Program.of_entries(problem.mask, problem.score, problem.box(), tables)
+    elif backward:
+        program = Program.of(problem.mask, problem.score, problem.box(), backward=True)
     words = floats = sinks = None
-    tables: list[torch.Tensor] = []
+    entries: list[torch.Tensor] = []
     if program is not None:
-        tables = [_table_on(t, device) for t in program.tables]
-        host = program.device_words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
+        entries = [_table_on(t, device) for t in program.tables]
+        host = program.device_words([t.data_ptr() for t in entries], [tuple(t.stride()) for t in entries])
         words = torch.from_numpy(host).to(device)
         floats = words.view(torch.float64)
     if problem.sinks is not None:
-        sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
+        sinks = torch.tensor(problem.sinks, dtype=torch.float64 if backward else torch.float32).to(device)
     functions = functions_of(program) if program is not None else {}
     items = _item_words(problem, device, firsts)
     may_fail = program is not None and program.may_fail
-    uploads = Uploads(program, functions, words, floats, tables, sinks, items, may_fail)
+    uploads = Uploads(program, functions, words, floats, entries, sinks, items, may_fail)
     borrowed = [] if program is None else [t for t in program.tables if not t.is_own]
     if not borrowed:  # the memo holds no reference to an array of a caller's
-        _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *tables) if x is not None))
+        _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *entries) if x is not None))
     return uploads
 
 

@@ -76,8 +76,8 @@ def check_on_cpu(on_gpu: bool) -> None:
     """Raises unless the tensors are on a device that has a backward pass."""
     if on_gpu:
         raise UnsupportedError(
-            "q: expected tensors on the CPU, where gradients are computed; got one on a GPU. Use .cpu(), or call under "
-            "torch.no_grad()."
+            "q: expected tensors on the CPU, where gradients of shards are computed; got one on a GPU. Use .cpu(), or "
+            "call under torch.no_grad()."
         )
 
 

@@ -146,6 +146,7 @@ def backward_bound(
     *,
     grads: Any = (),
     dot: bool | str = False,
+    tile: int | None = None,
     **options: Unpack[AllOptions],
 ) -> Any:
     """Bounds how far gradients may be from `backward`, element by element: by the roundings of these very numbers,
@@ -154,6 +155,7 @@ def backward_bound(
     Args:
         q, k, v, out, lse, d_out, d_lse, grads, **options: as for `backward`.
         dot: bfloat16 by the dot instruction.
+        tile: by the GPU engine, as for `error_bound`.
 
     Returns:
         GradientBounds, of dq, dk and dv; with `grads` (dq, dk, dv, grads), as `backward` returns them.
@@ -166,7 +168,8 @@ def backward_bound(
     """
     check_flag("dot", dot)
     case = _case(backward_bound, q, k, v, options)
-    flow, arithmetic = Flow(case, q, (out, lse, d_out, d_lse), grads), Arithmetic(case.problem, dot=dot)
+    flow, tile = Flow(case, q, (out, lse, d_out, d_lse), grads), None if tile is None else size("tile", tile, 1)
+    arithmetic = Arithmetic(case.problem, dot=dot, tile=tile, precision=options.get("precision", "ieee"))
     dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
     further = {grad: Sums.none(flow.asked.shape(grad)) for grad in flow.asked.grads}
     group, shared = [], case.problem.shared

@@ -22,6 +22,7 @@ from .bounds import (
     Arithmetic,
     finite,
     flushed,
+    on_tensor_cores,
     partial_sums,
     product_errors,
     products_overflow,
@@ -88,7 +89,7 @@ def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...
     if given.keep is not None:
         weights_off = weights_off + 2 * a.u * weights
     offs = [
-        np.where(pairs.seen, np.minimum(off + a.u_weights * (np.abs(x) + off), _MOST), 0.0)
+        np.where(pairs.seen, np.minimum(off + a.u_weights * (np.abs(x) + off) + a.least_weight, _MOST), 0.0)
         for x, off in ((weights, weights_off), (pairs.raw, raw_off))
     ]
     far, ds_far = (x | (y == _MOST) for x, y in zip(_overflows(head, given, pairs, p_off, a), offs, strict=True))
@@ -100,10 +101,10 @@ def _overflows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """[q_len, k_len]: of which seen pairs the weight may overflow, and what flows into their score."""
     p = finite(pairs.p) + np.where(p_off < _MOST, p_off, 0.0)
-    far = products_overflow(head, a) | (dropped(p, given.keep) > a.room)
+    far = products_overflow(head, a) | (dropped(p, given.keep) > a.weight_room)
     dp = dropped(finite(given.d_out) @ finite(head.v).T, given.keep)
     difference = dp + (finite(given.d_out * given.out).sum(axis=1) + finite(given.d_lse))[:, None]
-    ds_far = far | (difference * np.maximum(1.0, p) > a.room) | (finite(pairs.raw) > a.room)
+    ds_far = far | (difference * np.maximum(1.0, p) > a.room) | (finite(pairs.raw) > a.weight_room)
     return far & pairs.seen, ds_far & pairs.seen
 
 
@@ -210,13 +211,17 @@ def _flow_errors(head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a:
     """Bounds the error of p · (dp - delta)."""
     d_out, v, u = given.d_out, head.v, a.u
     size = np.abs(d_out) @ np.abs(v).T
-    off = u * (partial_sums(d_out, v) + a.dot * size) + len(v.T) * a.tiny + flushed(a, np.abs(d_out), np.abs(v))
+    sums = on_tensor_cores(a, size, len(v.T), pairs.dp) if a.tile else u * (partial_sums(d_out, v) + a.dot * size)
+    off = sums + len(v.T) * a.tiny + flushed(a, np.abs(d_out), np.abs(v))
     off = dropped(off, given.keep)
     dp = dropped(pairs.dp, given.keep)
     if given.keep is not None:
         off = off + 2 * u * np.abs(dp)
     products = d_out * given.out
-    sums = np.abs(np.cumsum(products, axis=1)).sum(axis=1) + a.dot * np.abs(products).sum(axis=1)
+    sums = np.abs(products).sum(axis=1)
+    sums = (
+        (2 + len(v.T).bit_length()) * sums if a.tile else np.abs(np.cumsum(products, axis=1)).sum(axis=1) + a.dot * sums
+    )
     delta_off = u * (sums + np.where(given.d_lse != 0, np.abs(pairs.delta), 0)) + len(v.T) * a.tiny
     difference = np.abs(dp - pairs.delta[:, None])
     return (pairs.p + p_off) * (off + delta_off[:, None]) + (p_off + 2 * u * pairs.p) * difference + 2 * a.tiny
@@ -247,6 +252,10 @@ def _sum_bound(
     Infinite where it may overflow, by its terms or as those that are `far` may.
     """
     total, rounded = np.zeros((len(weights), x.shape[1])), np.zeros((len(weights), x.shape[1]))
+    if a.tile:  # the order in which tensor cores add is theirs
+        total = sum_of_seen(head, weights, x, seen)
+        rounded = (TILE + len(x) / a.tile + 12 + a.coarse / a.u) * (finite(weights) @ finite(x))
+        blocks = []
     for first, end in blocks:
         partial = np.zeros(total.shape)
         for t in range(first, end):

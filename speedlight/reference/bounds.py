@@ -65,6 +65,21 @@ class Arithmetic:
         return ROUNDOFF["bfloat16"] if self.dot else self.u_out if self.tile else 0.0
 
     @property
+    def coarse(self) -> float:
+        """What tensor cores round of float32 products, relative to the sizes of their terms."""
+        return _COARSE[self.precision]
+
+    @property
+    def least_weight(self) -> float:
+        """The error of a weight that is rounded, where it is subnormal then."""
+        return TINY["float16"] if self.tile and self.problem.dtype == "float16" else 0.0
+
+    @property
+    def weight_room(self) -> float:
+        """The largest weight that does not overflow where it is rounded."""
+        return LARGEST[self.problem.dtype] / 2 if self.tile and self.u_out else self.room
+
+    @property
     def normal(self) -> float:
         """The smallest normal number: weights below are 0."""
         return 2.0**-1022 if self.wide else 2.0**-126
@@ -197,7 +212,7 @@ def _on_gpu(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
     """Statistical: the order in which tensor cores add is theirs."""
     error = x.errors.max(axis=1, keepdims=True) + a.u_weights
     sums = a.u * (TILE + keys / (a.tile or SPAN) + 12)
-    relative = sums + error + a.u_out + _COARSE[a.precision] + _dividing(a)
+    relative = sums + error + a.u_out + a.coarse + _dividing(a)
     return relative * x.mean, sums - a.u * TILE / 2 + 2 * a.u * x.logs + error
 
 
@@ -242,12 +257,17 @@ def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray
         d = p.head_dim + p.head_dim % 2 * bool(a.dot)
         off = u * (d + 2 + 2 * a.int8 + (p.score is not None)) * size
     elif a.tile:
-        off = (u * 6 + _COARSE[a.precision]) * size + u * p.head_dim / 4 * np.abs(products)
+        off = on_tensor_cores(a, size, p.head_dim, products)
     else:
         sums = tile_sums(head.q, head.k) if a.tiles else partial_sums(head.q, head.k)
         off = u * (sums * abs(p.scale) + (2 + (a.dot is True) + 2 * a.int8) * size)
     off += (p.head_dim + a.tiles * 2 * -(-p.head_dim // CHUNK)) * a.tiny * abs(p.scale)
     return off + flushed(a, q, k) * abs(p.scale)
+
+
+def on_tensor_cores(a: Arithmetic, size: Any, terms: int, products: Any) -> Any:
+    """Statistical bound of products that are sums of so many terms: size is the sum of the terms' sizes."""
+    return (a.u * 6 + a.coarse) * size + a.u * terms / 4 * np.abs(products)
 
 
 def products_overflow(head: Any, a: Arithmetic) -> np.ndarray:

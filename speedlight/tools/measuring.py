@@ -132,8 +132,9 @@ def wrong(
 
 
 def wrong_gradients(
-    got: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *, slack: float = 1, **options: Any
-) -> str | None:
+    got: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *, slack: float = 1,
+    arithmetic: dict[str, Any] | None = None, **options: Any,
+) -> str | None:  # fmt: skip
     """Says how many elements, of dq in the last rows and dk and dv in the first keys of a head, are outside the bound.
 
     Those depend on all keys, and on all rows; the lse that is given may be of more keys than there are.
@@ -146,9 +147,9 @@ def wrong_gradients(
     by_keys = (q, k[:, :, first], v[:, :, first], out, lse, d_out)
     checked = []
     for given, start, parts in ((by_rows, last.start, {0: last}), (by_keys, 0, {1: first, 2: first})):
-        dot = machine.current_isa().dot(q.dtype, gradients=True)
+        how = arithmetic or {"dot": machine.current_isa().dot(q.dtype, gradients=True)}
         want = sl.reference.backward(*given, q_start=offset + start, **options)
-        bound = sl.reference.backward_bound(*given, q_start=offset + start, dot=dot, **options)
+        bound = sl.reference.backward_bound(*given, q_start=offset + start, **how, **options)
         parts = {n: (slice(1), slice(want[n].shape[1]), part) for n, part in parts.items()}
         checked += [(as_float64(got[n])[part], want[n], bound[n] * slack) for n, part in parts.items()]
     return _outside(checked)

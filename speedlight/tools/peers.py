@@ -129,9 +129,16 @@ def sdpa(asked: Asked) -> Call:
         torch.nn.functional.scaled_dot_product_attention, attn_mask=dense, is_causal=asked.causal,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
-    if asked.d_out is None:
+    return pass_of(call, q, k, v, asked.d_out)
+
+
+def pass_of(call: Any, q: Any, k: Any, v: Any, d_out: Any) -> Call:
+    """Returns a call on tensors; with an upstream gradient its backward pass alone, of a forward pass that stays."""
+    import torch
+
+    if d_out is None:
         return without_grad(lambda: call(q, k, v))
-    inputs, flow = [x.requires_grad_() for x in (q, k, v)], as_tensors(asked.d_out)
+    inputs, flow = [x.detach().requires_grad_() for x in (q, k, v)], as_tensors(d_out)
     out = call(*inputs)
     return lambda: torch.autograd.grad(out, inputs, flow, retain_graph=True)
 
@@ -151,7 +158,8 @@ def flex(asked: Asked) -> Call:
     block = create_block_mask(mask, of[0], of[1], q.shape[2], k.shape[2], device=q.device) if mask else None
     run = torch.compile(flex_attention, dynamic=False)
     gqa = q.shape[1] != k.shape[1]
-    return without_grad(lambda: run(q, k, v, block_mask=block, score_mod=asked.score, enable_gqa=gqa))
+    call = functools.partial(run, block_mask=block, score_mod=asked.score, enable_gqa=gqa)
+    return pass_of(call, q, k, v, asked.d_out)
 
 
 def onnx_session(node: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> Any:

@@ -29,7 +29,7 @@ def test_kernels_compile_without_faults(capability):
     assert done.returncode == 0 and done.stdout.endswith(" kernels compiled, 0 with faults\n"), (
         done.stdout + done.stderr
     )
-    attends, kernels = (3, 24) if FULL else (1, 6)
+    attends, kernels = (3, 34) if FULL else (1, 6)
     assert done.stdout.count(" attend: ") == attends and done.stdout.count(" tensor, ") == kernels
 
 
@@ -45,6 +45,9 @@ def test_faults_are_found(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOL.parent))
     Compiled = importlib.import_module("gpu_ahead").Compiled
     good = Compiled("x", 200, 0, 1000, 1.0, {"tensor": 3})
+    known, (most, _) = next(iter(importlib.import_module("gpu_ahead").SPILLS.items()))
+    for spills in (most, most + 1):  # whose reason is known
+        assert bool(Compiled(known, 200, spills, 1000, 1.0, {"tensor": 3}).faults((9, 0), True)) == (spills > most)
     assert not good.faults((9, 0), True)
     for bad in ({"spills": 4}, {"shared": 232_449}, {"instructions": {"tensor": 0}}, {"warnings": ("C7510",)}):
         assert Compiled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import speedlight as sl
 from speedlight.gpu.tiles import Tile
 from speedlight.tools import gpu_tiles
 
-sys.path.append(str(Path(sl.__file__).parent.parent / "benchmarks"))
+sys.path += [str(Path(sl.__file__).parent.parent / x) for x in ("benchmarks", "tools")]
 import gpu
 import run
 
@@ -29,6 +30,7 @@ def test_rows(monkeypatch):
         gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
         gpu.masked("window 1024", 160, 1, (), heads=2, d=32),
         gpu.masked("alibi", 160, 1, (), heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+        gpu.backward("bfloat16", 64, 128, True, 1, (), tokens=128),
     ]  # fmt: skip
     for row in rows:
         assert (
@@ -45,6 +47,35 @@ def test_rows(monkeypatch):
         assert (
             "outside the bound" in row["refused"] and "seconds" not in row and "REFUSED" in run.line_of(row, gpu.line)
         )
+
+
+def test_a_report_says_what_failed_and_what_is_known(tmp_path):
+    report = importlib.import_module("gpu_report")
+    test = tmp_path / "test_x.py"
+    test.write_text("import time\ndef test_right(): pass\ndef test_wrong(): assert 0, '3 elements outside the bound'\n")
+    found = report.run_tests("smoke", [str(test)], 100)
+    assert "1 failed, 1 passed" in found.summary and "test_wrong" in found.failed[0]
+    assert [x.startswith("a result is wrong") for x in found.known] == [True]
+    rows = [
+        {
+            "name": "forward",
+            "seconds": {"speedlight": [0, 0, 2e-3], "flash": [0, 0, 1e-3]},
+            "tflops": {"speedlight": 1.0},
+        },
+        {"name": "backward", "refused": "3 elements outside the bound"},
+    ]
+    text = report.paragraph({"GPU": "none"}, [found], rows)
+    for words in (
+        "- GPU: none",
+        "- smoke tests: 1 failed",
+        "known: a result is wrong",
+        "2,000 us, 0.50 of the speed of",
+    ):
+        assert words in text
+    assert "backward: REFUSED" in text and "picture" in report.draw(rows, tmp_path / "x.png")
+    test.write_text("import time\ndef test_slow(): time.sleep(60)\n")
+    found = report.run_tests("all", [str(test)], 4)
+    assert found.summary.endswith("(stopped after 4 s)")
 
 
 @INTERPRETED

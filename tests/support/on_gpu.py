@@ -11,11 +11,12 @@ import torch
 if not torch.cuda.is_available():
     import gpu_interpreter  # noqa: F401  (before Triton)
 
+from problems import numpy_dtype
 from tolerance import assert_within
 
 import speedlight as sl
-from speedlight.gpu import forward, schedule
-from speedlight.gpu.tiles import Row, Tile
+from speedlight.gpu import differentiate, forward, schedule
+from speedlight.gpu.tiles import GradientRow, Row, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -35,12 +36,25 @@ def small_blocks(tile: Tile = SMALL, *, short: int = schedule.SHORT_ROWS):
     """Blocks of a few rows and keys, so that small problems have many. short: rows of a kv head up to which its keys
     are split, as in decoding.
     """
-    before = schedule.table_row, schedule.SHORT_ROWS
+    before = schedule.table_row, schedule.SHORT_ROWS, differentiate.gradient_row
     schedule.table_row, schedule.SHORT_ROWS = lambda *_: Row(512, tile, tile, tile, tile), short
+    differentiate.gradient_row = lambda *_: GradientRow(512, tile, tile)
     try:
         yield
     finally:
-        schedule.table_row, schedule.SHORT_ROWS = before
+        schedule.table_row, schedule.SHORT_ROWS, differentiate.gradient_row = before
+
+
+def on_cpu(x):
+    """A tensor as a NumPy array."""
+    x = x.detach().cpu()
+    return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16")) if x.dtype is torch.bfloat16 else x.numpy()
+
+
+def attention_backward(*arrays, **options):
+    """NumPy arrays in and out."""
+    got = sl.attention_backward(*(None if x is None else tensor(x) for x in arrays), engine="cuda", **options)
+    return (*map(on_cpu, got[:3]), *(tuple(map(on_cpu, more)) for more in got[3:]))
 
 
 def attention(q, k, v, **options):

@@ -115,7 +115,7 @@ def refusals(world: int) -> Iterator[str]:
     wrong: list[tuple[str, Callable[[], Any]]] = [
         ("exact: expected False for tensors on a GPU; got True", lambda: call(x, exact=True)),
         ("q: expected float32, float16 or bfloat16 on a GPU; got float64", lambda: call(x.double())),
-        (f"{told}q: expected tensors on the CPU, where gradients are computed", lambda: call(followed)),
+        (f"{told}q: expected tensors on the CPU, where gradients of shards are computed", lambda: call(followed)),
         ("q: expected head dims up to 512 on a GPU", lambda: call(torch.randn(1, 1, 2, 600, device=DEVICE))),
     ]
     if ON_GPU:

@@ -71,15 +71,22 @@ def assert_accurate(q: Any, k: Any, v: Any, *, zeros_allowed: bool = False, **op
 
 
 def assert_gradients(
-    arrays: Any, flow: Any, *, grads: Any = (), zeros_allowed: bool = False, **options: Any
+    arrays: Any,
+    flow: Any,
+    *,
+    grads: Any = (),
+    zeros_allowed: bool = False,
+    backward: Any = sl.attention_backward,
+    tile: int | None = None,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """speedlight.attention_backward against the oracle: kinds, dtypes, shapes, special values, the bound for every
     element. `flow`: out, lse, d_out and d_lse. Returns dq, dk, dv and `grads`.
     """
-    got = flat(sl.attention_backward(*arrays, *flow, grads=grads, **options))
+    got = flat(backward(*arrays, *flow, grads=grads, **options))
     want = flat(reference.backward(*arrays, *flow, grads=grads, **options))
-    dot = current_isa().dot(arrays[0].dtype, gradients=True)
-    bounds = flat(reference.backward_bound(*arrays, *flow, grads=grads, dot=dot, **options))
+    dot = tile is None and current_isa().dot(arrays[0].dtype, gradients=True)
+    bounds = flat(reference.backward_bound(*arrays, *flow, grads=grads, dot=dot, tile=tile, **options))
     kind, logs = type(arrays[0]), flow[1].dtype  # further gradients have what log-sum-exps have
     for name, g, w, bound in zip(("dq", "dk", "dv", *map(str, grads)), got, want, bounds, strict=True):
         dtype = arrays[0].dtype if name in ("dq", "dk", "dv") else logs

@@ -38,7 +38,7 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> forward_ca
     return forward_call.prepare(problem, rows, keys, get_threads(), current_isa())
 
 
-def backward(request: Asked, layout: str, stated: Stated, operands: Operands) -> Any:
+def backward(request: Asked, layout: str, stated: Stated, operands: Operands, precision: str = "ieee") -> Any:
     """Prepares a backward call."""
     with importing:
         from . import backward_call

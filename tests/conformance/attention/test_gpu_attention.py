@@ -10,8 +10,7 @@ import pytest
 import test_attention
 import torch
 from engines import Engine
-from on_gpu import DTYPES, attention, small_blocks
-from problems import numpy_dtype
+from on_gpu import DTYPES, attention, on_cpu, small_blocks
 from test_attention import (  # noqa: F401 - collected here as well, with the fixtures below
     test_any_finite_score,
     test_every_dim,
@@ -32,12 +31,7 @@ from speedlight.gpu.tiles import Tile
 def on_device(q, k, v, **options):
     """NumPy arrays in and out."""
     got = attention(q, k, v, **options)
-    return tuple(map(as_numpy, got)) if isinstance(got, tuple) else as_numpy(got)
-
-
-def as_numpy(x):
-    x = x.cpu()
-    return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16")) if x.dtype is torch.bfloat16 else x.numpy()
+    return tuple(map(on_cpu, got)) if isinstance(got, tuple) else on_cpu(got)
 
 
 @contextlib.contextmanager
