@@ -10,16 +10,17 @@ from ..memory.shape import Shape
 from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs
 from .fma import Fma
+from .odd_pairs import OddPairs
 
 OuterProduct = Fma | Bf16Pairs  # a step of which is an outer product (outer.py)
-Product = OuterProduct | AmxTiles
-CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs, "amx_tiles": AmxTiles}
+Product = OuterProduct | AmxTiles | OddPairs
+CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs, "amx_tiles": AmxTiles, "odd_pairs": OddPairs}
 
 
 def outer_product_of(s: Shape) -> OuterProduct:
     """Returns what multiplies in a kernel of gradients, or whose sums are in registers."""
     product = product_of(s)
-    assert not isinstance(product, AmxTiles)
+    assert not isinstance(product, AmxTiles | OddPairs)
     return product
 
 
