@@ -98,10 +98,15 @@ def test_every_unit_of_tiles_has_the_same_bits(part, monkeypatch):
         assert len(set(seen.values())) == 1, f"{p}: {sorted(seen)}"
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (40, 72), (7, 17), (130, 33)])
-def test_few_rows_have_the_bits_of_many(rng, head_dim, value_dim, monkeypatch):
-    """The decode kernel, of rows and of a cache, sums as tiles do, under masks that start anywhere, too."""
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit whose bits are not those of multiply-adds."""
     monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (40, 72), (7, 17), (130, 33)])
+def test_few_rows_have_the_bits_of_many(rng, head_dim, value_dim, own):
+    """The decode kernel, of rows and of a cache, sums as tiles do, under masks that start anywhere, too."""
     q, k, v = qkv(rng, "bfloat16", 1, 4, 2, 3, 333, head_dim, value_dim, 2.0)
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=head_dim, value_dim=value_dim, capacity=400, dtype="bfloat16")
     cache.append(0, k, v)
@@ -115,9 +120,8 @@ def test_few_rows_have_the_bits_of_many(rng, head_dim, value_dim, monkeypatch):
         assert len(found) == 1, options
 
 
-def test_a_window_begins_at_any_key(rng, monkeypatch):
+def test_a_window_begins_at_any_key(rng, own):
     """Inside of what is summed together, too: nothing is seen of the keys before it."""
-    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
     q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 1, 200, 64, 64, 1.0)
     for first in range(130, 200):
         mask, found = sl.window(199 - first, None), []
@@ -128,9 +132,8 @@ def test_a_window_begins_at_any_key(rng, monkeypatch):
 
 
 @pytest.mark.parametrize("hidden", [0, 16, 50])
-def test_few_rows_leave_the_roundings_of_many(rng, hidden, monkeypatch):
+def test_few_rows_leave_the_roundings_of_many(rng, hidden, own):
     """Of values whose sum is 0 a sum has its roundings alone, which bfloat16 does not hide."""
-    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
     q, k, v = qkv(rng, "bfloat16", 1, 1, 1, 2, 256, 8, 48, 1.0)
     q[...] = 0
     v *= (2.0 ** rng.integers(-12, 12, v.shape)).astype(v.dtype)
@@ -145,17 +148,15 @@ def test_few_rows_leave_the_roundings_of_many(rng, hidden, monkeypatch):
 
 
 @pytest.mark.parametrize("start", [16, 32, 112])
-def test_few_rows_see_nothing_before_a_mask_begins(rng, start, monkeypatch):
+def test_few_rows_see_nothing_before_a_mask_begins(rng, start, own):
     """Though keys are summed from the chunk's first on."""
-    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
     q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 2, 200, 8, 16, 1.0)
     q[...] = 0
     _, lse = sl.attention(q, k, v, mask=lambda b, h, i, j: j >= start, return_lse=True)
     assert np.allclose(np.exp(lse), 200 - start, rtol=1e-2)
 
 
-def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, monkeypatch):
-    monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
+def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, own):
     q, k, v = qkv(rng, "bfloat16", 1, 1, 1, 200, 200, 64, 64, 1.0)
     plain = sl.attention(q, k, v, causal=True)
     v[0, 0, 150, 7], v[0, 0, 160, 9] = np.inf, np.nan
