@@ -103,7 +103,7 @@ ISAS = (
     Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            _AVX2),
     Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ("neon",)),
     # nobody has measured it on a machine
-    Isa("neonbf16",   "aarch64", 16, 32, "generic",   "+neon,+bf16",                 ("neon", "bf16"), _ODD, asked=True),
+    Isa("neonbf16",   "aarch64", 16, 32, "generic",   "+neon,+bf16",                 ("neon", "bf16"), _ODD, True),
     # the bits of "amx" on any AVX-512, and of "neonbf16" on any AVX2, slowly
     Isa("amx-software", "x86_64", 64, 32, "x86-64-v4", "-prefer-256-bit",            _AVX512, _TILES, asked=True),
     Isa("neonbf16-software", "x86_64", 16, 32, "x86-64-v3", "",                      _AVX2, _ODD, asked=True),

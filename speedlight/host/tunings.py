@@ -227,11 +227,11 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
 
 TUNINGS = {
     x: Tuning(
-        x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _AMX_TILES, _ODD_PAIRS, _FETCHING[x], _DECODING, _RANGES,
-        _THREADING[x],
-    )  # fmt: skip
+        x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _AMX_TILES, _ODD_PAIRS,
+        _FETCHING[x], _DECODING, _RANGES, _THREADING[x],
+    )
     for x in FAMILIES
-}
+}  # fmt: skip
 
 
 def shipped(isa: Isa) -> Tuning:

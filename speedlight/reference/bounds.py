@@ -172,7 +172,8 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     out, square = (x.weight * x.factors) @ v, (x.weight * x.factors * x.factors) @ (v * v)
     deviation = np.sqrt(np.maximum(square - out * out, 2.0**-50 * square))
     rms = np.sqrt((x.weight * shared * shared).sum(axis=1, keepdims=True))
-    chain = chain_of_values = x.weight * (_pair_steps if a.odd else _chain_steps)(x.visible, len(head.k))
+    steps_of = _pair_steps if a.odd else _chain_steps
+    chain = chain_of_values = x.weight * steps_of(x.visible, len(head.k))
     if a.tiles:
         chain_of_values = x.weight * _tile_steps(x.visible, len(head.k))
     steps = chain.sum(axis=1, keepdims=True)
@@ -221,7 +222,7 @@ def _pair_steps(visible: np.ndarray, keys: int) -> np.ndarray:
     """[q_len, keys]: _chain_steps where pairs are added, and both roundings of one are of two units at most."""
     pairs = np.zeros((len(visible), -(-keys // TILE), TILE // 2, 2))
     pairs.reshape(len(visible), -1)[:, :keys] = visible[:, :keys]
-    later = pairs.any(axis=3)[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]
+    later = pairs.max(axis=3)[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]
     steps = np.repeat(2 * (later + 1), 2, axis=2).reshape(len(visible), -1)[:, :keys]
     return np.pad(steps, ((0, 0), (0, visible.shape[1] - keys)))
 
@@ -285,7 +286,7 @@ def flushed(a: Arithmetic, x: np.ndarray, y: np.ndarray) -> Any:
 
 
 def partial_sums(q: np.ndarray, k: np.ndarray, step: int = 1) -> np.ndarray:
-    """Σ over the chain of |partial sum|, of which each has `step` more elements: each is rounded by one unit at most."""
+    """Σ over the chain of |partial sum|, each of `step` more elements: each is rounded by one unit at most."""
     total, columns = np.zeros((len(q), len(k))), np.ascontiguousarray(k.T)
     for start in range(0, len(q), 32):  # rows that stay in a cache
         rows, sums = q[start : start + 32], total[start : start + 32]
@@ -319,5 +320,6 @@ def _floor(a: Arithmetic, x: _Softmax, keys: int) -> Any:
     # weights of the GPU are float16 there
     lost = 2.0**-25 if a.tile and a.problem.dtype == "float16" else a.normal
     left = 1 / a.problem.dropout_divisor
-    floor = TINY[a.problem.dtype] + a.tiny * (2 * (keys + 1) + a.odd * keys) * left + lost * ((x.visible * x.factors) @ x.values)
+    sums = a.tiny * (2 * (keys + 1) + a.odd * keys) * left
+    floor = TINY[a.problem.dtype] + sums + lost * ((x.visible * x.factors) @ x.values)
     return floor + (x.weight * x.factors) @ np.where(x.values < a.normal, x.values, 0) if a.dot else floor

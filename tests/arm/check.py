@@ -32,7 +32,7 @@ from speedlight.problem.problem import Options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from tile_problems import OPTIONS, TileProblem, arrays_of, problems  # noqa: E402
+from tile_problems import OPTIONS, TileProblem, arrays_of, problems
 
 HERE = Path(__file__).parent
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def own_bits(p: TileProblem) -> bool:
-    """Prints whether a problem's bits on neonbf16 are those of its software, and inside the bound where it is defined."""
+    """Prints whether a problem has the bits of neonbf16's software, and is inside the bound if it is finite."""
     (q, k, v), options = arrays_of(p), OPTIONS[p.options]
     with tempfile.TemporaryDirectory() as folder:
         got = run_on_arm(q, k, v, Path(folder), "neonbf16", **options)

@@ -1,8 +1,8 @@
-"""Arm's instructions for bf16: total ← total ⊕ (a₀b₀ ⊕ a₁b₁), where ⊕ rounds to odd, to the neighbour whose last bit
-is 1. Subnormal numbers are zeros, before and after.
+"""Arm's instructions for bf16: total ← total ⊕ (a₀b₀ ⊕ a₁b₁), where ⊕ rounds to odd: to the neighbour whose last bit is
+1. Subnormal numbers are zeros, before and after.
 
-`dot` takes a pair in each lane, `outer_dot` two pairs, one after the other, of 2 rows x 2 columns. Another CPU has their
-bits by vectors, slowly; there, sums that rounding to nearest takes to infinity stay so.
+`dot` takes a pair in each lane, `outer_dot` two pairs, one after the other, of 2 rows x 2 columns. Another CPU has the
+same bits by vectors, slowly; there, sums that rounding to nearest takes to infinity stay so.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def _instruction(k: Function, name: str, a: Value, b: Value, total: Value) -> Va
 
 
 def _dot(k: Function, a: Value, b: Value, total: Value) -> Value:
-    low, high = (
-        _flush(k, _flush(k, x) * _flush(k, y)) for x, y in zip(split_pairs(a), split_pairs(b), strict=True)
-    )
+    low, high = (_flush(k, _flush(k, x) * _flush(k, y)) for x, y in zip(split_pairs(a), split_pairs(b), strict=True))
     return _add(k, _flush(k, total), _add(k, low, high))
 
 

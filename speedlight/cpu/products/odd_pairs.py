@@ -100,8 +100,8 @@ class OddPairs:
             with k.range(0, end, 4) as t:
                 for m in range(0, ROWS, 2):
                     both = [k.load(_WORDS, rows[m + i], t * 4) for i in (0, 1)]
-                    for quad, order in enumerate(_HALF):
-                        k.store(k.shuffle(*both, order), block, t * (_STEP // 2) + quad * _STEP + m * _QUAD)
+                    for quad, half in enumerate(_HALF):
+                        k.store(k.shuffle(both[0], both[1], half), block, t * (_STEP // 2) + quad * _STEP + m * _QUAD)
             with k.range(end, p["units"]) as t:
                 to = k.at(block, self.step_offset(k, t, p["units"]))
                 for m, row in enumerate(rows):
@@ -181,9 +181,7 @@ class OddPairs:
 
     # --- tiles
 
-    def _multiply(
-        self, k: Function, sums: outer.Sums, steps: tuple[Value, Value], rows: Value, panel: Value
-    ) -> None:
+    def _multiply(self, k: Function, sums: outer.Sums, steps: tuple[Value, Value], rows: Value, panel: Value) -> None:
         """Adds quads, from and to, of ROWS rows times a panel, to squares [row / 2][query / 2]."""
         s = self.s
 
@@ -256,7 +254,8 @@ class OddPairs:
 
 def _zip(k: Function, a: Value, b: Value) -> list[Value]:
     """Returns the lanes of two vectors in turn, in two vectors."""
-    n = a.type.count
+    kind: Any = a.type
+    n = kind.count
     order = [lane + n * half for lane in range(n) for half in (0, 1)]
     return [k.shuffle(a, b, order[:n]), k.shuffle(a, b, order[n:])]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def step(total: float, a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.fixture(scope="module")
-def steps() -> ctypes._CFuncPtr:
+def steps() -> Iterator[Callable[..., None]]:
     """steps(a, b, totals): one of dot(), then one of outer_dot()."""
     module, shape = Module("steps"), Shape("forward", UNIT, "bf16", 1)
     k = module.function("steps", {"a": PTR, "b": PTR, "totals": PTR}, public=True)
@@ -76,9 +77,8 @@ def steps() -> ctypes._CFuncPtr:
         k.store(one(k, shape, a, b, k.load(vec(F32, 4), k.p["totals"], 16 * i)), k.p["totals"], 16 * i)
     k.finish()
     code = load([compile_ir(shape, str(module))], ["steps"])
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(code["steps"])
-    call.code = code
-    return call
+    yield ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(code["steps"])
+    del code  # until here it is loaded
 
 
 def drawn(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
