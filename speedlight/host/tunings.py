@@ -179,7 +179,7 @@ _PAIRS = {
 }  # fmt: skip
 # Of AMX's tiles two vectors of queries share each tile of keys; Intel's CPUs alone have them.
 _AMX_TILES = Blocking((0.60, 1.00, 0.70), 12, 6_400_000_000, 8, 8)
-_ODD_PAIRS = Blocking((0.60, 0.90, 1.00), 8, 3_200_000_000, 8, 8)  # predicted by llvm-mca
+_ODD_PAIRS = Blocking((0.65, 0.97, 1.00), 8, 3_200_000_000, 8, 8)  # as llvm-mca predicts
 
 # A Zen 5 reads a fifth faster with it. On a Zen 4 what is fetched to the first level takes the place of what is being
 # missed there, 24 lines at once: 16 KiB ahead to the second level reads up to half faster (docs/ladder.md). An Intel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from conftest import FULL
 
@@ -25,6 +27,21 @@ def test_kernels_compile_for_arm(storage, cached):
         Shape("forward", isa_named("neon"), storage, 2, program, cached, dropout=cached),
     ):
         assert compiles(shape)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_bfloat16_has_instructions_of_its_own(cached):
+    unit, program = (
+        isa_named("neonbf16"),
+        Program("both", (sl.window(30, 0) | sl.dilated(3)).root, sl.softcap(2.0).root),
+    )
+    for kind, vectors, name in (("forward", 3, "bfmmla"), ("decode", 0, "bfdot")):
+        for shape in (
+            Shape(kind, unit, "bf16", vectors, program, cached),
+            Shape(kind, unit, "bf16", vectors, None, cached),
+        ):
+            assert f"\t{name}\t" in compile_ir(shape, emit(shape), assembly=True)
+            assert compiles(replace(shape, dropout=True))
 
 
 def test_float8_compiles_for_arm():

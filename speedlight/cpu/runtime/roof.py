@@ -159,7 +159,7 @@ def bf16_peaks() -> dict[str, float]:
 def faster_unit(unit: Isa, peaks: dict[str, float]) -> str | None:
     """Names the unit whose peak is a fifth or more above that of `unit`, the highest; None if there is none."""
     best = max(peaks, key=lambda name: peaks[name])
-    return best if peaks[best] > 1.2 * peaks[unit.name] else None
+    return best if peaks[best] > 1.2 * peaks.get(unit.name, 0.0) else None
 
 
 def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:
