@@ -10,6 +10,7 @@ from conftest import FULL
 import speedlight as sl
 from speedlight.cpu.kernels.merge import MergeShape
 from speedlight.cpu.kernels.thread_pool import ServingShape
+from speedlight.cpu.kernels.tile_test import TileTestShape
 from speedlight.cpu.memory.shape import AppendShape, Shape, Source
 from speedlight.cpu.runtime.compile import compile_ir, emit
 from speedlight.expressions.program import Program
@@ -42,6 +43,10 @@ def test_bfloat16_has_instructions_of_its_own(cached):
         ):
             assert f"\t{name}\t" in compile_ir(shape, emit(shape), assembly=True)
             assert compiles(replace(shape, dropout=True))
+
+
+def test_the_first_use_of_its_instructions_compiles_for_arm():
+    assert compiles(TileTestShape(isa_named("neonbf16")))
 
 
 def test_float8_compiles_for_arm():

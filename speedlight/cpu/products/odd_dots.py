@@ -8,7 +8,6 @@ same bits by vectors, slowly; there, sums that rounding to nearest takes to infi
 from __future__ import annotations
 
 from ..language.vector import BF16, F32, I32, Function, Value, vec
-from ..memory.shape import Shape
 from .packing import split_pairs
 
 _NUMBERS, _PAIRS, _HALVES = vec(F32, 4), vec(I32, 4), vec(BF16, 8)
@@ -16,14 +15,14 @@ _SIGN = -0x80000000
 _SMALLEST = 2.0**-126  # normal number
 
 
-def dot(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Value:
+def dot(k: Function, native: bool, a: Value, b: Value, total: Value) -> Value:
     """Returns total ⊕ (a₀b₀ ⊕ a₁b₁), lane by lane."""
-    return _instruction(k, "bfdot", a, b, total) if s.isa.is_native else _dot(k, a, b, total)
+    return _instruction(k, "bfdot", a, b, total) if native else _dot(k, a, b, total)
 
 
-def outer_dot(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Value:
+def outer_dot(k: Function, native: bool, a: Value, b: Value, total: Value) -> Value:
     """Returns total[row, column] with two pairs of each of two rows, a, and of two columns, b."""
-    if s.isa.is_native:
+    if native:
         return _instruction(k, "bfmmla", a, b, total)
     for pair in (0, 1):
         x, y = ([pair, pair, 2 + pair, 2 + pair], [pair, 2 + pair] * 2)

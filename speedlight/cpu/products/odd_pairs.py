@@ -52,11 +52,11 @@ class OddPairs:
         self.flops_of_step = 8 * s.lanes
 
     def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
-        return dot(k, self.s, a, b, total)
+        return dot(k, self.s.isa.is_native, a, b, total)
 
     def multiply_often(self, k: Function, a: Value, b: Value, sums: Sequence[Variable]) -> None:
         for total in sums:
-            total.set(outer_dot(k, self.s, a, b, total.get()))
+            total.set(outer_dot(k, self.s.isa.is_native, a, b, total.get()))
 
     # --- weights, rounded to nearest even
 
@@ -194,7 +194,7 @@ class OddPairs:
             for m, squares in enumerate(sums):
                 row = k.load(_WORDS, rows, t * _STEP + 2 * m * _QUAD)
                 for square, query in zip(squares, queries, strict=True):
-                    square.set(outer_dot(k, s, row, query, square.get()))
+                    square.set(outer_dot(k, s.isa.is_native, row, query, square.get()))
 
         k.unrolled(*steps, step)
 

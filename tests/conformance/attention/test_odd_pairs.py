@@ -74,7 +74,7 @@ def steps() -> Iterator[Callable[..., None]]:
     k = module.function("steps", {"a": PTR, "b": PTR, "totals": PTR}, public=True)
     for i, one in enumerate((dot, outer_dot)):
         a, b = (k.load(vec(I32, 4), k.p[x]) for x in "ab")
-        k.store(one(k, shape, a, b, k.load(vec(F32, 4), k.p["totals"], 16 * i)), k.p["totals"], 16 * i)
+        k.store(one(k, False, a, b, k.load(vec(F32, 4), k.p["totals"], 16 * i)), k.p["totals"], 16 * i)
     k.finish()
     code = load([compile_ir(shape, str(module))], ["steps"])
     yield ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(code["steps"])

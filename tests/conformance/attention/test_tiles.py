@@ -22,7 +22,6 @@ from speedlight.errors import UnsupportedError
 from speedlight.host import machine
 
 SMALLEST = 2.0**-126
-SOFTWARE = machine.isa_named("amx-software")
 UNITS = [x for x in machine.runnable_isas() if x.dot("bfloat16") == "tiles"]
 
 pytestmark = pytest.mark.skipif(not UNITS, reason="a machine without AVX-512")
@@ -188,7 +187,8 @@ def test_a_refusal_says_why_and_what_to_do(number, why, monkeypatch):
         machine.permit_tiles()
 
 
-def test_other_bits_than_specified_are_refused(monkeypatch):
+@pytest.mark.parametrize("unit", ["amx-software", "neonbf16-software"])
+def test_other_bits_than_specified_are_refused(unit, monkeypatch):
     class Wrong:
         def __init__(self, *args: object) -> None: ...
 
@@ -196,9 +196,8 @@ def test_other_bits_than_specified_are_refused(monkeypatch):
             ctypes.memset(address + 3 * TILE_BYTES, 1, 1)
 
     monkeypatch.setattr(compiling, "Kernel", Wrong)
-    monkeypatch.setattr(compiling, "permit_tiles", lambda: None)
     with pytest.raises(UnsupportedError, match="other bits"):
-        compiling.begin_tiles.__wrapped__(SOFTWARE)
+        compiling.begin_tiles.__wrapped__(machine.isa_named(unit))
 
 
 def test_a_roof_asks_for_tiles_before_it_runs_them(monkeypatch):
