@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .arrays.memory import Array
@@ -142,10 +143,16 @@ def synchronize() -> None:
 
 
 def plan(
-    problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False, backward: bool = False
-) -> Plan:
-    """Plans a call, or a backward call, on a device, or on the CPU where none is named."""
+    problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False, backward: bool = False,
+    threads: int | None = None,
+) -> Plan:  # fmt: skip
+    """Plans a call, or a backward call, on a device, or on the CPU where none is named; there on `threads`, if any."""
     device = "cpu" if device is None else device
+    if threads is not None:
+        if device_name(device) != "cpu":
+            raise ArgumentError(f"threads: expected None for {device}, which has none; got {threads}. Leave it out.")
+        found = cpu().planner(backward=backward).plan(problem, strides, threads, exact=exact)
+        return found if threads <= threads_now() else replace(found, measured=None)
     if backward and device_name(device) != "cpu":
         raise UnsupportedError(
             f"backward: expected False, or the CPU, where gradients are computed; got True for {device}. "

@@ -140,6 +140,9 @@ def laid_out() -> Iterator[Case]:
         yield "lengths", dtype, lambda a=(q, k, v), o=lengths: sl.attention(*a, causal=True, **o)
         yield "strided", dtype, lambda a=(q, k, v): sl.attention(*(x[..., ::-1] for x in a), return_lse=True)
         yield "special", dtype, lambda a=(q, k, v): _special(*a)
+        # where all bits of a sum are seen, of weights that are not summed exactly
+        near = {"scale": 1.0, "score": lambda s, b, h, i, j: s - 12, "return_lse": True}
+        yield "lse near zero", dtype, lambda a=(q, k, v), o=near: sl.attention(*a, **o)
         yield (
             "tiny",
             dtype,

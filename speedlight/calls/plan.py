@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import engines
 from ..arrays.dtypes import DTYPES
+from ..arrays.integers import integer
 from ..errors import ArgumentError
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
@@ -37,6 +38,7 @@ def plan(
     dtype: Any = None,
     exact: bool = False,
     device: Any = None,
+    threads: int | None = None,
     backward: bool = False,
     ranks: int | None = None,
     link_bandwidth: float | None = None,
@@ -58,6 +60,10 @@ def plan(
     None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product
     of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU: what
     flows to q, k and v; gradients of tables and sinks come on top.
+
+    `threads`: on so many threads of a CPU, whether this machine has them or not, which then also says nothing of the
+    least time; the number of set_threads() where nothing is said. `Plan.balance` is how evenly tasks keep them busy, by
+    simulation of a server.
 
     `ranks`: also how long the call takes at least over so many processes, each on a machine like this one, what each of
     them sends, and what it holds beyond its shards: `Plan.ranks`, of speedlight.distributed's ways to do it, or of one
@@ -85,6 +91,10 @@ def plan(
     {'contiguous': 1.87, 'zigzag': 1.0, 'stripe': 1.0}
     """
     spreading = asked_ranks(ranks, link_bandwidth, latency, shard, method)
+    if threads is not None and not 1 <= (threads := integer("threads", threads)) <= 1024:
+        raise ArgumentError(f"threads: expected 1 to 1024; got {threads}.")
+    if threads is not None and spreading is not None:
+        raise ArgumentError("threads: expected None beside ranks, each a machine like this one. Leave it out.")
     check_flag("exact", exact)
     check_flag("backward", backward)
     given = Options.of(plan, options).spelled()
@@ -107,5 +117,5 @@ def plan(
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, given)
         strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
-    found = engines.plan(problem, device, strides, given.precision, exact=exact, backward=backward)
+    found = engines.plan(problem, device, strides, given.precision, exact=exact, backward=backward, threads=threads)
     return found if spreading is None else over_ranks(found, spreading, packed=layout == "lhd")

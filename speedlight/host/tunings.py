@@ -90,6 +90,11 @@ class Threading:
     apart: int
 
 
+# threads: of more, each that is woken wakes as many others as WAKES says, and calls have smaller tasks than the tables
+# say, which were measured on few. Chosen by simulation alone (cpu/engine/makespan.py)
+MANY, WAKES = 16, 4
+
+
 class Origin(NamedTuple):
     """The source of a tuning; str() says it in words."""
 

@@ -34,6 +34,14 @@ class Roofs(NamedTuple):
     date: str  # of the measurement
 
 
+class Balance(NamedTuple):
+    """How evenly a call's tasks keep its threads busy, simulated: nothing is measured."""
+
+    seconds: float  # from the caller's start to the last thread's end
+    share: float  # of these, that the threads need at least for the work (or memory for the keys, if that is more)
+    asleep: float  # the same share where all threads but the caller's sleep at first
+
+
 @dataclass(frozen=True)
 class Plan:
     """Cost of a call, known before it runs. `print(plan)` shows it as a table.
@@ -79,6 +87,7 @@ class Plan:
     backward: bool = False
     origin: Origin | None = None  # of the schedule, on a CPU
     measured: Callable[[], Roofs | None] | None = field(default=None, repr=False, compare=False)
+    simulated: Callable[[], Balance | None] | None = field(default=None, repr=False, compare=False)
     ranks: Spread | None = None  # of plan(…, ranks=): how the call goes over several
 
     @property
@@ -90,6 +99,13 @@ class Plan:
     def roofs(self) -> Roofs | None:
         """The roofs of this machine, measured at the first access; None where nothing can be measured."""
         return self.measured() if self.measured else None
+
+    @lazily
+    def balance(self) -> Balance | None:
+        """How evenly tasks keep the threads busy, simulated at the first access. None of a pass back, under a mask, and
+        of GPUs.
+        """
+        return self.simulated() if self.simulated else None
 
     @property
     def peak_flops(self) -> float | None:
@@ -162,6 +178,9 @@ class Plan:
         ]
         if self.origin:
             rows.insert(2, ("schedule", str(self.origin)))
+        if self.balance and self.threads > 1:
+            share, asleep = self.balance[1:]
+            rows.append(("balance", f"{share:.2f} of {self.threads:,} threads, {asleep:.2f} if they sleep (simulated)"))
         if self.roofs:
             least = "unknown" if self.seconds_at_least is None else _seconds(self.seconds_at_least)
             roofs = f"{self.roofs.flops / 1e9:,.0f} GFLOP/s and {self.roofs.bytes / 1e9:,.1f} GB/s, {self.roofs.date}"
@@ -197,6 +216,7 @@ def plan_of(
     problem: Problem,
     run: Run,
     measured: Callable[[], Roofs | None] | None = None,
+    simulated: Callable[[], Balance | None] | None = None,
     *,
     exact: bool = False,
 ) -> Plan:
@@ -233,6 +253,7 @@ def plan_of(
         backward=run.backward,
         origin=run.origin,
         measured=measured,
+        simulated=simulated,
     )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import transformers.masking_utils as masking_utils
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.output_capturing import _active_collector
 
@@ -22,7 +24,7 @@ harmless: frozenset[str] = frozenset((*TRANSFORMERS.ignored, "cu_seq_lens_q", "c
 _BIASED = Renamed({**TRANSFORMERS.names, "score": "position_bias"})
 
 
-@torch.compiler.disable
+@skip  # and it runs _untraced: compiler.disable() around each call took an eighth of attention
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -76,7 +78,11 @@ def attention_forward(
     >>> attention_forward(torch.nn.Module(), q, k, k, attention_mask(2, 8, 8))[0].shape
     torch.Size([2, 8, 4, 16])
     """
-    _check_weights(more)
+    if get_eval_frame_callback() is not None:  # torch.compile would look into what is called here
+        given = dict(locals())
+        return _untraced(**given.pop("more"), **given)
+    if _active_collector.get() or "output_attentions" in more:
+        _check_weights(more)
     if more and not harmless.issuperset(more):
         attention_mask, more = _read_chosen(module, key, attention_mask, more)
         _check_unknown(module, more)
@@ -84,28 +90,28 @@ def attention_forward(
         key, value = _append_paged(module, key, value, cache, more)
     softcap = None if softcap is None else float(softcap)  # known by its value
     kept = (key, value) if type(key) is Kept and type(value) is Kept else None
-    if attention_mask is None:
-        _check_masked(module)
-    elif type(attention_mask) is MaskSpec:
-        _check_fits(attention_mask, query, key)
     if type(attention_mask) is MaskSpec:
-        cut = more.get("cu_seq_lens_q")  # packed sequences: another layout
-        if cache is s_aux is position_bias is sinks is cut is None and not dropout:
+        keys = key.shape[2]
+        if keys != attention_mask.k_len or query.shape[2] != attention_mask.q_len:
+            _check_fits(attention_mask, query, key)
+        # packed sequences have another layout
+        if cache is s_aux is position_bias is sinks is None and not dropout and more.get("cu_seq_lens_q") is None:
             if kept is not None:
                 out = kept[0].layer.attend_again(query, kept[0], attention_mask, scaling, softcap)
                 if out is not None:
                     return out, None
             else:
-                attention_mask = attention_mask.cut()
-                if attention_mask.k_len < key.shape[2]:
+                attention_mask, record = attention_mask.record(scaling, softcap)
+                if attention_mask.k_len < keys:
                     key, value = key[:, :, : attention_mask.k_len], value[:, :, : attention_mask.k_len]
-                record = attention_mask.record(scaling, softcap)
                 if record is not None:
                     out = replay(None, query, key, value, record)
                     if out is None:
                         out = attend_again(None, query, key, value, record)
                     if out is not None:
                         return out.transpose(1, 2).contiguous(), None
+    elif attention_mask is None:
+        _check_masked(module)
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
         options["score"] = _make_score(softcap, position_bias)
@@ -114,7 +120,8 @@ def attention_forward(
     if dropout:
         options |= {"dropout": dropout, "seed": int(draw_seed())}
     if kept is not None:
-        out = kept[0].layer.attend_kept(query, kept[0], attention_mask, options) if sinks is None else None
+        with TRANSFORMERS.renamed:
+            out = kept[0].layer.attend_kept(query, kept[0], attention_mask, options) if sinks is None else None
         if out is not None:
             return out, None
         key, value = kept[0].stored(), kept[1].stored()
@@ -134,6 +141,9 @@ def attention_forward(
         if sinks is not None:
             return _attend_beside_sinks(query, key, value, sinks, options).transpose(1, 2).contiguous(), None
         return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+
+
+_untraced: Any = torch.compiler.disable(attention_forward)
 
 
 def _attend_beside_sinks(

@@ -165,16 +165,15 @@ class MaskSpec:
             self._cut = MaskSpec(self.batch, lengths, offsets, self.pattern, self.padded, make)
         return self._cut
 
-    def record(self, scale: float | None, softcap: float | None) -> Options | None:
-        """Returns the options of a call without others; None of packed sequences."""
+    def record(self, scale: float | None, softcap: float | None) -> tuple[MaskSpec, Options | None]:
+        """Returns cut(), and its options of a call without others; None of packed sequences."""
         key = type(scale), scale, softcap
         found = self._records.get(key)
         if found is None:
-            options = self.options()
-            if "cu_seqlens_q" in options:
-                return None
-            found = self._records[key] = Options(**options, scale=scale, score=softcap_score(softcap))
-        return found
+            options = self.cut().options()
+            if "cu_seqlens_q" not in options:
+                found = self._records[key] = Options(**options, scale=scale, score=softcap_score(softcap))
+        return (self if self._cut is None else self._cut), found
 
     def step_record(self, length: int | None, scale: float | None, softcap: float | None) -> Options:
         """Returns the options of a step of a cache, as in_cache() has it."""

@@ -32,6 +32,20 @@ MUTATIONS = (
         "tests/robustness/test_threads.py -k where_the_caller",
     ),
     Mutation(
+        "a thread that was woken wakes nobody",
+        "cpu/kernels/thread_pool.py",
+        "with k.when(more & (wakes > 0)):",
+        "with k.when(more & (wakes < 0)):",
+        "tests/robustness/test_threads.py -k wake_each_other",
+    ),
+    Mutation(
+        "of many threads' tasks some heads have none",
+        "cpu/kernels/forward.py",
+        "local % a.side_by_side\n",
+        "local * 0\n",
+        "tests/planning/test_makespan.py -k no_bit",
+    ),
+    Mutation(
         "the last item is looked for one too low",
         "cpu/kernels/task.py",
         "leave_if(high.get() - low.get() <= 1)",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from conftest import FULL
 
+from speedlight.cpu.kernels.merge import MergeShape
+from speedlight.cpu.memory.shape import AppendShape, Shape, Source
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.host import machine
+from speedlight.host.llvm import process_triple
 
 
 @pytest.fixture
@@ -159,6 +164,33 @@ def test_on_linux_nothing_more_is_imported(on, monkeypatch, nowhere_said):
     assert compiling.cache_directory() == Path("/home/ada/.cache/speedlight")
     monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
     assert compiling.cache_directory() == Path("/fast/speedlight")
+
+
+OBJECTS = {  # unit, system, triple, and what its object files begin with
+    "Mac": ("neon", "darwin", "arm64-apple-darwin23.0.0", b"\xcf\xfa\xed\xfe\x0c\0\0\1"),
+    "Mac with Intel": ("avx2", "darwin", "x86_64-apple-darwin", b"\xcf\xfa\xed\xfe\7\0\0\1"),
+    "Windows": ("avx512", "win32", "x86_64-pc-windows-msvc", b"\x64\x86"),
+    "Windows on Arm": ("neon", "win32", "aarch64-pc-windows-msvc", b"\x64\xaa"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("kind", ["forward", "backward", "decode", "merge", "append"] if FULL else ["decode", "merge"])
+def test_kernels_become_the_objects_of_other_systems(on, name, kind):
+    """Nobody has loaded one yet. They call memset alone, and no frame is so large that Windows wants it probed."""
+    unit, system, triple, begin = OBJECTS[name]
+    isa, keys = machine.isa_named(unit), Source("f32", False)
+    shapes = {"merge": MergeShape(isa), "append": AppendShape(isa, "int8", keys, keys)}
+    shape = shapes.get(kind) or Shape(kind, isa, "f32", 0 if kind == "decode" else 3 if kind == "backward" else 2)
+    assert process_triple()  # loads LLVM, where it is
+    on(system)
+    text = compiling.emit(shape)
+    assert compiling.compile_ir(shape, text, triple).startswith(begin)
+    code = compiling.compile_ir(shape, text, triple, assembly=True)
+    called = set(re.findall(r"^\s+(?:callq?|bl|jmp|b)\s+\"?([\w.]+)", code, re.MULTILINE))
+    outside = {x for x in called - set(re.findall(r'^"?([\w.]+)"?:', code, re.MULTILINE)) if x[0] not in "L."}
+    may = {"darwin": {"_memset", "_bzero", "_sched_yield"}, "win32": {"memset"}}[system]
+    assert called and outside <= may and "chkstk" not in code
 
 
 # --- the CPUs that Linux and macOS tell of: the first of /proc/cpuinfo, and sysctl

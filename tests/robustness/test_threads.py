@@ -100,6 +100,50 @@ def test_many_regions_one_after_another(ours):
             time.sleep(1e-3)
 
 
+def test_many_that_sleep_wake_each_other():
+    """The caller wakes four of forty; all come, and no more than a small region has seats for are woken after that."""
+    from speedlight.cpu.runtime.threads import Threads
+
+    ours, region = Threads(), Region(lambda r: wait_until(lambda: len(r.came) == 40))
+    for _ in range(3):
+        region.run(ours, 40)
+        assert ours.started == 40 and len(region.left) == 40
+        wait_until(lambda: ours._word("sleeping").value == 40)
+        region = Region(region.share)
+    few = Region(lambda r: wait_until(lambda: len(r.came) == 3 and ours._word("sleeping").value == 37))
+    few.run(ours, 3)
+    assert len(few.left) == 3
+
+
+MANY = """import os, signal, time
+sl.set_threads(1)
+want = sl.attention(q, q, q, causal=True).tobytes()
+sl.set_threads(40)
+
+def raises(*_):
+    raise ZeroDivisionError
+
+signal.signal(signal.SIGALRM, raises)
+stopped = right = 0
+for turn in range(60):
+    time.sleep(0.003 * (turn % 3))  # all are awake, some, none
+    signal.setitimer(signal.ITIMER_REAL, 1e-4 * (turn % 30 + 1))
+    try:
+        sl.attention(q, q, q, causal=True)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except ZeroDivisionError:
+        stopped += 1
+    right += sl.attention(q, q, q, causal=True).tobytes() == want
+if os.fork() == 0:
+    os._exit(sl.attention(q, q, q, causal=True).tobytes() != want)
+print(right, stopped > 0, os.wait()[1], workers._region, workers._ours.started)
+"""
+
+
+def test_many_threads_are_right_through_signals_and_forks():
+    assert run(BIG + MANY).split() == ["60", "True", "0", "[None]", "39"]
+
+
 def test_openmp_while_its_team_is_awake(rng, monkeypatch):
     import torch  # noqa: F401 - brings OpenMP
 

@@ -235,7 +235,7 @@ def test_brackets_of_a_path_are_shown(here, tmp_path):  # noqa: F811
 def test_no_name_is_broken(here, monkeypatch, width):  # noqa: F811
     monkeypatch.delenv("COLUMNS", raising=False)
     planned = here("plan", "--q-len", 9000).stdout.splitlines()
-    assert len(planned) == 10  # in a pipe a line each
+    assert len(planned) == 11  # in a pipe a line each
     name = planned[1].split()[-1]
     if width:
         monkeypatch.setenv("COLUMNS", str(width))

@@ -29,10 +29,10 @@ from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Words, threads_for
 from ..runtime.tuned import tuning_of
-from .schedule import Schedule, product_name, schedule
+from .schedule import Schedule, product_name, schedule, token_bytes
 
 if TYPE_CHECKING:
-    from ...problem.plan import Plan, Roofs
+    from ...problem.plan import Balance, Plan, Roofs
 
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
@@ -58,7 +58,14 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes, how.tuning.origin)
     measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
-    return plan_of(problem, run, measured, exact=exact)
+    return plan_of(problem, run, measured, partial(_balance, problem, how), exact=exact)
+
+
+def _balance(problem: Problem, how: Schedule) -> Balance | None:
+    with importing:
+        from .makespan import balance_of
+
+    return balance_of(problem, how)
 
 
 def measured_roofs(isa: Isa, storage: str, threads: int, *, gradients: bool = False) -> Roofs:
@@ -115,7 +122,7 @@ class Call:
             groups=(how.tickets // how.parts, how.partial_bytes) if how.parts > 1 else (0, 0),
         )
         rows = max(1, max(problem.q_lengths, default=0) // 8)
-        self.inline_keys = wants.inline_bytes // max(1, _token_bytes(problem) * rows)  # below, no other thread is woken
+        self.inline_keys = wants.inline_bytes // max(1, token_bytes(problem) * rows)  # below, no other thread is woken
         self.items_at = items.ctypes.data
         self.counts_at = 0  # address to which kernels add tiles and keys (records.COUNTS); 0: they do not count
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
@@ -181,16 +188,10 @@ def _sinks(problem: Problem) -> np.ndarray | None:
     return np.array([x * LOG4_E for x in problem.sinks], kind)
 
 
-def _token_bytes(problem: Problem) -> int:
-    """Returns the bytes of a token's keys and values."""
-    size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
-    return problem.kv_heads * (problem.head_dim + problem.value_dim) * size
-
-
 def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     """Guesses how long one thread takes."""
     if how.kind == "decode":
-        return sum(problem.k_lengths) * _token_bytes(problem) / how.tuning.threading.read_bytes
+        return sum(problem.k_lengths) * token_bytes(problem) / how.tuning.threading.read_bytes
     flops = all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
     return flops / how.tuning.threading.flops
 

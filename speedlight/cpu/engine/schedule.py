@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...arrays.dtypes import STORAGE_BYTES
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
-from ...host.tunings import Decoding, Tuning
+from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
 from ...problem.problem import SPAN, TILE, Problem
 from ..memory.records import DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, DecodeSizes, ForwardSizes, placed
 
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
+_VISIT = 30_000  # FLOPs of a task for each of many threads, at least: they take tickets one after another
 _PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
 
 
@@ -95,13 +97,17 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
     keys = max(problem.k_lengths, default=0)
     work = panel * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
-    wanted = max(4 if stage_keys or stage_values else 2, wants.task_flops // work)
+    flops = wants.task_flops // (1 if threads <= MANY else 4)
+    wanted = max(4 if stage_keys or stage_values else 2, flops // work)
     most, even = max(1, min(wants.panels, fits, wanted)), wants.even if stage_keys or stage_values else wants.tasks
     panels = _shared_out(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
+    if threads > MANY:
+        panels = max(panels, min(most, -(-threads * _VISIT // work)))
     blocks = _blocks(rows, panel * panels) * problem.kv_heads
+    side_by_side = _side_by_side(problem, _blocks(rows, panel * panels), threads)
     words = {
-        "panels": panels, "width": sizes.width, "stage_k": int(stage_keys), "stage_v": int(stage_values),
-        "panel_bytes": panel_bytes,
+        "panels": panels, "side_by_side": side_by_side, "width": sizes.width, "stage_k": int(stage_keys),
+        "stage_v": int(stage_values), "panel_bytes": panel_bytes,
     }  # fmt: skip
     return Schedule(
         "forward",
@@ -129,6 +135,18 @@ def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: 
         if found * panels == blocks and found * kv_heads % threads == 0:
             return panels
     return least
+
+
+def _side_by_side(problem: Problem, blocks: int, threads: int) -> int:
+    """Returns the kv heads whose blocks have tickets in turn; `blocks`: of a kv head, in all items.
+
+    Heads come one after another, so that their keys stay in the shared cache. But under `causal` many threads would
+    wait for the heaviest blocks of the last: what comes last then is light blocks of several heads.
+    """
+    if threads <= MANY or not problem.causal:
+        return 1
+    enough = [n for n in range(1, problem.kv_heads) if problem.kv_heads % n == 0 and blocks * n >= 4 * threads]
+    return min(enough, default=max(1, problem.kv_heads))
 
 
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
@@ -186,9 +204,11 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     spans = -(-max(problem.k_lengths, default=0) // SPAN)
     wants = tuning.decoding
     together = _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
-    tasks, enough = heads // together, wants.tasks * threads
+    tasks, enough = heads // together, wants.tasks * threads * (1 if threads <= MANY else 2)
     most = -(-spans // wants.spans)
     parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
+    if threads > MANY and parts > 1:
+        parts = min(most, -(-spans // (spans // parts)))  # alike
     elements = PRODUCTS[product_name(problem, isa)].elements
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),
@@ -218,6 +238,12 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         partial_bytes=partial,
         heads=together,
     )
+
+
+def token_bytes(problem: Problem) -> int:
+    """Returns the bytes of a token's keys and values."""
+    size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
+    return problem.kv_heads * (problem.head_dim + problem.value_dim) * size
 
 
 def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding, heads_adjoin: bool) -> int:

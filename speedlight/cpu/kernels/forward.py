@@ -80,10 +80,11 @@ class _Task(PanelWork):
         self.follows, self.prefetch = find_prefetch(self)
 
     def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
-        """Returns a ticket's kv head and its first row of queries."""
+        """Returns a ticket's kv head and its first row of queries: some heads by turns, then the next ones."""
         k, a = self.k, self.a
-        local = number - item.first
-        head, block = local // item.blocks, local % item.blocks
+        local, together = number - item.first, item.blocks * a.side_by_side
+        head = local // together * a.side_by_side + local % a.side_by_side
+        block = local % together // a.side_by_side
         block = k.select(a.causal.differs(0), item.blocks - 1 - block, block)  # heaviest first
         return head, block * (a.panels * self.s.panel)
 

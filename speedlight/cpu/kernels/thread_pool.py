@@ -5,7 +5,8 @@ region of that generation, and whether the region is open. Who takes a seat runs
 itself in `left`. The caller works as well. When it finds no more tickets it closes the region, with what seats are
 left, and waits for those that were taken. So a thread that comes late finds no seat, and reads nothing but the block.
 
-Between regions a thread looks at the state for a while, then sleeps. Block and code are never freed: threads sleep in
+Between regions a thread looks at the state for a while, then sleeps. Of many that sleep the caller wakes a few, which
+wake others. Block and code are never freed: threads sleep in
 them as long as the process lives.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 from llvmlite import ir
 
 from ...host.machine import Isa
+from ...host.tunings import MANY, WAKES
 from ..language.vector import I32, I64, PTR, VOID, Function, Module, Value
 from ..memory.records import Record
 from .task import call_at
@@ -45,7 +47,8 @@ def _line(name: str) -> tuple[str, ...]:
 
 BLOCK = Record(
     *_line("state"), *_line("left"), *_line("sleeping"),
-    "kernel", "words", "started", "apart",  # `apart`: the CPU that threads are kept off; -1: none
+    # `apart`: the CPU that threads are kept off; -1: none. `wakes`: how many others each wakes that slept
+    "kernel", "words", "started", "apart", "wakes",
     *(f"mask{i}" for i in range(_MASK)), *(f"thread{i}" for i in range(_FEW + 1)),
 )  # fmt: skip
 
@@ -114,6 +117,10 @@ class _Emit:
             k.fetch_add(block, BLOCK.offset("sleeping"), 1)
             self.futex(k, block, _WAIT, seen)
             k.fetch_add(block, BLOCK.offset("sleeping"), -1)
+            wakes = k.load(I64, block, BLOCK.offset("wakes"))
+            more = (_seats(_load(k, block, "state")) > 0) & (_load(k, block, "sleeping") > 0)
+            with k.when(more & (wakes > 0)):
+                self.futex(k, block, _WAKE, wakes)
         return k.finish()
 
     def serve(self, rest: Any) -> Any:
@@ -206,13 +213,14 @@ class _Emit:
         k = self.function("ours", "block", "kernel", "words", "helpers")
         block, words = k.p["block"], k.p["words"]
         helpers = k.min(k.p["helpers"], k.load(I64, block, BLOCK.offset("started")))
-        for name, value in (("kernel", k.p["kernel"]), ("words", words), ("left", k.i64(0))):
+        wakes = k.select(helpers > MANY, k.i64(WAKES), k.i64(0))  # the kernel wakes one after another
+        for name, value in (("kernel", k.p["kernel"]), ("words", words), ("left", k.i64(0)), ("wakes", wakes)):
             k.store(value, block, BLOCK.offset(name))
         k.call(keep_apart, block)
         generation = _generation(_load(k, block, "state") + 1)
         _exchange(k, block, "state", generation | helpers * _SEAT | _OPEN)
         with k.when(_load(k, block, "sleeping") > 0):
-            self.futex(k, block, _WAKE, helpers)
+            self.futex(k, block, _WAKE, k.select(wakes > 0, wakes, helpers))
         call_at(k, k.p["kernel"], words)
         inside = helpers - _seats(_exchange(k, block, "state", generation))
         turns = k.variable(k.i64(0))

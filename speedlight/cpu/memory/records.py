@@ -311,7 +311,7 @@ def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[
 
 
 FORWARD = Record(
-    *_COMMON, "panels", "width", "stage_k", "stage_v", "panel_bytes",
+    *_COMMON, "panels", "side_by_side", "width", "stage_k", "stage_v", "panel_bytes",
     *(f"at_{name}" for name in (*FORWARD_SCRATCH, *PANEL)),
     # of the task that a thread will probably run next: tickets on, 0 if nothing is fetched for it; cache lines of a row
     # of q, out, k and v; positions, and keys, that are fetched with each group of keys

@@ -266,8 +266,20 @@ class AmxTiles:
             k.store(k.select(begin.bits(s.ivector) > -1, after, before), at)
 
     def predicated_tile(self, module: Module) -> Any:
-        """value_tile by chains that skip, lane by lane, what is hidden: of a tile whose values are not all finite."""
-        s, k = self.s, module.function("predicated_tile", prototype(f"{VALUE} wide"))
+        """value_tile by chains that skip, lane by lane, what is hidden: of a tile whose values are not all finite. What
+        joins the accumulator is no part of a product: it keeps subnormal numbers, as there.
+        """
+        s, chains = self.s, flushed(module, self._predicated_chains(module))
+        k = module.function("predicated_tile", prototype(f"{VALUE} wide"))
+        k.call(chains, *k.p.values())
+        with k.range(0, k.p["width"]) as column:
+            at = [column * s.row_bytes + s.lane_offset(v) for v in range(s.vectors)]
+            self._accumulate(k, column, [k.load(s.vector, k.p["partial"], x) for x in at])
+        return k.finish()
+
+    def _predicated_chains(self, module: Module) -> Any:
+        """partial[column, :] = the sum of a column."""
+        s, k = self.s, module.function("predicated_chains", prototype(f"{VALUE} wide"))
         p, zero = k.p, k.const(0.0, s.vector)
         with k.range(0, p["width"]) as column:
             totals = [k.variable(zero) for _ in range(s.vectors)]
@@ -283,5 +295,6 @@ class AmxTiles:
                             part.set(k.select(sign > -1, k.fma(x, w, part.get()), part.get()))
                 for total, (even, odd) in zip(totals, parts, strict=True):
                     total.set(total.get() + (even.get() + odd.get()))
-            self._accumulate(k, column, [x.get() for x in totals])
-        return flushed(module, k.finish())
+            for v, total in enumerate(totals):
+                k.store(total.get(), p["partial"], column * s.row_bytes + s.lane_offset(v))
+        return k.finish()

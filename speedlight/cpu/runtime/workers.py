@@ -143,16 +143,24 @@ def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds:
         words[LIMIT] = tickets
         run_region(kernel, words, threads)
         return
-    step = max(1, round(tickets * longest / seconds / threads)) * threads
-    done = 0
+    step, done = first_region(tickets, threads, seconds, longest), 0
     while done < tickets:
         end = min(tickets, done + step)
         words[TICKET], words[WORKER], words[LEFT], words[LIMIT] = done, 0, 0, end
         start = time.perf_counter()
         run_region(kernel, words, threads)
         passed = max(time.perf_counter() - start, 1e-6)
-        step = max(1, min(4 * step, round((end - done) * longest / passed)) // threads) * threads
-        done = end
+        step, done = next_region(step, end - done, threads, passed, longest), end
+
+
+def first_region(tickets: int, threads: int, seconds: float, longest: float) -> int:
+    """Counts the tickets of a call's first region, if one thread takes so long for all of them."""
+    return max(1, round(tickets * longest / seconds / min(2, threads))) * threads
+
+
+def next_region(step: int, done: int, threads: int, passed: float, longest: float) -> int:
+    """Counts those of the next region after one of `step`, whose tickets, `done`, took so long."""
+    return max(1, min(4 * step, round(done * longest / passed)) // threads) * threads
 
 
 def run_alone(kernel: Kernel, words: Any, tickets: int) -> None:

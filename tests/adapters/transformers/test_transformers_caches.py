@@ -260,7 +260,7 @@ def test_a_scale_of_two_layers_is_checked_in_each():
         for at in range(20):
             row, mask, new = q[:, :, at : at + 1], make(1, 1, at + 1, at), k[:, :, at : at + 1]
             want = attend(torch.nn.Module(), row, *layers[0].update(new, new), mask, scaling=1.0)[0]
-            with pytest.raises(sl.Error, match="expected a number or None"):
+            with pytest.raises(sl.Error, match="^scaling: expected a number or None"):
                 attend(torch.nn.Module(), row, *layers[1].update(new, new), mask, scaling=True)
             assert layers[1].get_seq_length() == at
             assert torch.equal(attend(torch.nn.Module(), row, *layers[1].update(new, new), mask, scaling=1.0)[0], want)

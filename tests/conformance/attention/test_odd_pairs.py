@@ -15,6 +15,7 @@ from test_tiles import (  # noqa: F401 - collected here as well, with the fixtur
     test_few_rows_have_the_bits_of_many,
     test_few_rows_leave_the_roundings_of_many,
     test_few_rows_see_nothing_before_a_mask_begins,
+    test_few_rows_take_subnormals_for_zeros_too,
     test_values_that_are_not_finite_reach_those_who_see_them_alone,
 )
 

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from engines import cpu_blocks
@@ -119,6 +120,33 @@ def test_few_rows_have_the_bits_of_many(rng, head_dim, value_dim, own):
         assert len(found) == 1, options
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1e-38), (1e37, 1e-38, 1)])
+def test_few_rows_take_subnormals_for_zeros_too(rng, sizes, own):
+    q, k, v = qkv(rng, "bfloat16", 1, 4, 2, 3, 133, 64, 64, 1.0)
+    q, k, v = ((x * np.float32(size)).astype(x.dtype) for x, size in zip((q, k, v), sizes, strict=True))
+    assert min(abs(x[x != 0]).min() for x in (k, v)) < SMALLEST
+    found = set()
+    for many in (False, True):
+        with cpu_blocks(as_many=many):
+            found.add(sl.attention(q, k, v).tobytes())
+    assert len(found) == 1
+
+
+def test_a_sum_that_is_flushed_to_zero_has_no_sign(monkeypatch):
+    """Beside negative values that weigh nothing any more: one of queries, or several, by tiles or not."""
+    q, k, v = np.ones((1, 1, 2, 64)), np.full((1, 1, 161, 64), -20.0), np.full((1, 1, 161, 64), -1.0)
+    k[:, :, 128::32], v[:, :, 128::32] = 20, 0  # in chunks of their own: a sum of one begins at +0
+    v[:, :, 128], v[:, :, 160] = -1.5 * SMALLEST, SMALLEST
+    found = set()
+    for unit, many in itertools.product(UNITS, (False, True)):
+        monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
+        with cpu_blocks(as_many=many):
+            out = sl.attention(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)))
+        assert not out.any()
+        found |= set(np.signbit(out).ravel())
+    assert found == {False}
+
+
 def test_a_window_begins_at_any_key(rng, own):
     """Inside of what is summed together, too: nothing is seen of the keys before it."""
     q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 1, 200, 64, 64, 1.0)
@@ -155,8 +183,11 @@ def test_few_rows_see_nothing_before_a_mask_begins(rng, start, own):
     assert np.allclose(np.exp(lse), 200 - start, rtol=1e-2)
 
 
-def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, own):
+@pytest.mark.parametrize("size", [1, 1e-38])
+def test_values_that_are_not_finite_reach_those_who_see_them_alone(rng, size, own):
+    """The others' bits are those of tiles, which take subnormals for zeros."""
     q, k, v = qkv(rng, "bfloat16", 1, 1, 1, 198, 200, 64, 64, 1.0)
+    v = (v * np.float32(size)).astype(v.dtype)
     plain = sl.attention(q, k, v, causal=True)
     v[0, 0, 147, 7], v[0, 0, 159, 9] = np.inf, np.nan  # past keys that make an odd number of pairs
     found = sl.attention(q, k, v, causal=True)
