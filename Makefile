@@ -8,7 +8,7 @@ RUN := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
-.PHONY: release-check check-arm check-amx gpu-check gpu clean
+.PHONY: release-check check-arm check-amx predict gpu-check gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
@@ -106,6 +106,10 @@ mutations: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py
 
+# what llvm-mca predicts of kernels on Arm's CPUs, the table of docs/performance.md: needs LLVM 17 or later (Debian: llvm-19)
+predict: $(VENV)/.cli
+	$(RUN) benchmarks/predict.py
+
 # tables and pictures of docs/benchmarks.md, docs/performance.md and the README, from the rows of benchmarks/results
 readme: $(VENV)/.cli
 	$(RUN) benchmarks/table.py
@@ -127,6 +131,7 @@ release-check:
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test
 	SPEEDLIGHT_ISA=avx2 $(RUN) tests/arm/check.py
+	$(RUN) tests/arm/calls.py
 
 # tile registers against the same arithmetic by vectors: on a CPU with AMX
 check-amx: $(VENV)/.test

@@ -147,7 +147,7 @@ def choose_short(tests: list[pytest.Item]) -> list[pytest.Item]:
 
     `@pytest.mark.each("dtype", "options")`: on the best vector unit every value of these, not every combination; all
     tests without it. `@pytest.mark.units("dtype")`: on each other unit one test for every value of these, and one test
-    where it names none; no test without it.
+    where it names none; no test without it. The twin of the best, whose product is another one, has the best's tests.
     """
     units: dict[object, list[pytest.Item]] = {}
     for x in tests:
@@ -156,6 +156,9 @@ def choose_short(tests: list[pytest.Item]) -> list[pytest.Item]:
     best, *others = units.values() if units else [[]]
     each, elsewhere = (tests[0].get_closest_marker(x) for x in ("each", "units"))
     chosen = [x for x, _ in on_a_diagonal(best, each.args)] if each else best
+    if twin := twin_of_the_best():
+        alike = {x.name.replace(host_isas()[0].name, twin.name) for x in chosen}
+        chosen = chosen + [x for x in tests if x.name in alike and not is_twin(x)]
     if elsewhere:
         for some in others:
             chosen = chosen + list({row: x for x, row in reversed(on_a_diagonal(some, elsewhere.args))}.values())

@@ -32,6 +32,10 @@ class Array:
     def tensor(self) -> Any:
         return self.owner if self.kind == "torch" else self.owner[1]
 
+    def of(self, owner: Any, address: int) -> Array:
+        """Returns the array of this form that another owner has at an address."""
+        return Array(self.name, address, self.shape, self.strides, self.dtype, self.kind, self.writeable, owner)
+
     def extent(self) -> tuple[int, int]:
         """First byte and one past the last."""
         if 0 in self.shape:
@@ -39,6 +43,16 @@ class Array:
         reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
         low = self.address + sum([r for r in reach if r < 0])
         return low, self.address + sum([r for r in reach if r > 0]) + DTYPES[self.dtype][1]
+
+    def whole(self) -> Array:
+        """Returns it, or a copy without gaps."""
+        size, dense = DTYPES[self.dtype][1], ()
+        for n in reversed(self.shape):
+            dense, size = (size, *dense), size * n
+        if self.strides == dense:
+            return self
+        copy = np.ascontiguousarray(self.numpy())
+        return Array(self.name, copy.ctypes.data, copy.shape, copy.strides, self.dtype, "numpy", True, copy)
 
     def numpy(self) -> np.ndarray:
         """A NumPy view of the same memory, which it keeps alive by itself: the array behind it may be a caller's

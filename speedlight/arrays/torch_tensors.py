@@ -16,6 +16,12 @@ def is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def is_detached(x: Any) -> bool:
+    """Returns whether it is a PyTorch tensor of no other class, which autograd does not follow."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(x) is torch.Tensor and not x.requires_grad
+
+
 def is_followed(x: Any) -> bool:
     """Returns whether autograd records what is made of a tensor now: it requires grad, or carries a tangent."""
     torch = sys.modules["torch"]

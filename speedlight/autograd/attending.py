@@ -12,18 +12,22 @@ from torch.autograd import forward_ad
 from ..arrays.array import listed
 from ..arrays.torch_tensors import is_tensor, is_traced
 from ..calls.backward import gradients_of
-from ..calls.dense import attend
+from ..calls.backward import repeat as repeat_gradients
+from ..calls.dense import attend, repeat
 from ..errors import ArgumentTypeError, UnsupportedError
+from ..expressions.tables import Table
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
-from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, settled
-from ..problem.problem import Options, scores_of
+from ..problem.gradients import SINKS, Followed, check_on_cpu, check_one_dtype, check_unwritten, resolved, settled
+from ..problem.problem import Options
 from . import higher_order as further
 from . import operators as ops
 from .forms import tensors_of, text_of
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OR_NONE = frozenset((type(None), *_PLAIN))
+_FIXED = frozenset((type(None), bool, int, float, str))  # types of options that stay what they are
 
 
 def cast(*tensors: Any) -> Any:
@@ -61,7 +65,38 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
     check_one_dtype(dtypes[0], dtypes[1])
     known, read = settled(known)
-    out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.origin for x in known.tables))
+    with torch.no_grad():
+        results = attend(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
+    out, lse = _Attention.apply(known, read, results, q, k, v, known.sinks, *(x.origin for x in known.tables))
+    return (out, lse) if return_lse else out
+
+
+def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, return_lse: bool) -> Any:
+    """Repeats a call of plain tensors that was prepared, of which q, k, v or what is added to scores requires grad, and
+    no option can change; None of another. Nothing is traced, read or described.
+    """
+    mask, score = options.mask, options.score
+    if not (_OR_NONE.issuperset((type(mask), type(score))) and _FIXED.issuperset(map(type, options[2:]))):
+        return None
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.dtype is k.dtype is v.dtype):
+        return None
+    arrays = [x for x in (mask, score) if x is not None]
+    bias = True in [x.requires_grad for x in arrays if x is score]
+    if not (bias or q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if [x for x in arrays if x.is_inference() or not x.is_cpu]:
+        return None
+    tables = ()
+    if bias:
+        if score._base is not None and score.grad_fn is None:  # whose gradient may be lost
+            return None
+        options = options._replace(score=score.detach())
+        tables = (options.score,)
+    _, results = repeat(q.detach(), k.detach(), v.detach(), options, True, None)
+    if results is None:
+        return None
+    known, read = Followed(options, None, tables), [(x, x._version) for x in arrays]
+    out, lse = _Attention.apply(known, read, results, q, k, v, None, *((score,) if bias else ()))
     return (out, lse) if return_lse else out
 
 
@@ -106,34 +141,51 @@ def _has_tangents(tensors: tuple[Any, ...]) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """q, k, v, sinks and the tensors behind tables → out, lse: the operations, in half their time."""
+    """`results`, out and lse, as made of q, k, v, sinks and the tensors behind tables: in half the operations' time."""
 
     @staticmethod
-    def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
-        out, lse = attend(_detach(q), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
-        ctx.known, ctx.read = known, read
+    def forward(ctx: Any, known: Followed, read: Any, results: Any, *tensors: Any) -> Any:
+        q, k, v, sinks, *sources = tensors
+        ctx.known, ctx.read, (out, lse) = known, read, results
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *flows: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        known, needed, saved = ctx.known, ctx.needs_input_grad[1:], ctx.saved_tensors
+        known, needed, saved = ctx.known, ctx.needs_input_grad[2:], ctx.saved_tensors
         check_unwritten(ctx.read)
         if flows[0] is None and flows[1] is None:
-            return (None, *(None,) * len(needed))
+            return (None,) * (len(needed) + 2)
         if is_batched(flows):
             return of_each(functools.partial(_Attention.backward, ctx), flows)
         if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
-            return (None, *_differentiable(known, needed, saved, flows))
-        q, k, v, out, lse = (x.detach() for x in saved[:5])
+            return (None, None, *_differentiable(known, needed, saved, flows))
+        q, k, v, out, lse = [x if type(x) is torch.Tensor else x.detach() for x in saved[:5]]
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
-        grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
-        dq, dk, dv, *more = gradients_of(q, k, v, out, lse, d_out, flows[1], tuple(grads), known.unfollowed)
-        found = dict(zip(grads, more[0] if more else (), strict=True))
+        wanted = [n for n, x in enumerate(needed[5:]) if x] + [SINKS] * needed[4]
+        d_out, d_lse = resolved(d_out), resolved(flows[1])
+        dq, dk, dv, *more = _gradients_of(known, (q, k, v, out, lse, d_out, d_lse), wanted)
+        found = dict(zip(wanted, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
-        tables = (found[t].reshape(t.origin.shape).to(t.origin.dtype) if t in found else None for t in known.tables)
-        return (None, None, dq, dk, dv, sinks, *tables)
+        tables = [found[n].reshape(x.shape).to(x.dtype) if n in found else None for n, x in enumerate(saved[6:])]
+        return (None, None, None, dq, dk, dv, sinks, *tables)
+
+
+def _gradients_of(known: Followed, tensors: tuple[Any, ...], wanted: list[Any]) -> Any:
+    """Returns gradients_of() these. wanted: numbers of tables, and SINKS. A tensor that is added becomes a table only
+    where no such call was prepared.
+    """
+    tables, options = known.tables, known.unfollowed
+    results = repeat_gradients(tensors, tuple([x if x is SINKS else tables[x] for x in wanted]), options)[1]
+    if results is not None:
+        return results
+    tables = [x if type(x) is Table else Table(x, "score", copy=False) for x in tables]
+    if tables and is_tensor(options.score):
+        options = options._replace(score=tables[0])
+    q, k, v, out, lse, d_out, d_lse = tensors
+    grads = tuple([x if x is SINKS else tables[x] for x in wanted])
+    return gradients_of(q, k, v, out, lse, d_out, d_lse, grads, options)
 
 
 def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any:
@@ -142,7 +194,8 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
     tables = tensors_of(known.options)
     free, places = list(range(len(tables))), {}  # of a tensor, which may be behind several tables, by its first
     for n, table in enumerate(known.tables):
-        at = [slot for slot in free if tables[slot] is table.origin]
+        origin = table if is_tensor(table) else table.origin
+        at = [slot for slot in free if tables[slot] is origin]
         free = [slot for slot in free if slot not in at]
         places[n] = at
         for slot in at:
@@ -167,6 +220,7 @@ def _detach(x: Any) -> Any:
 
 def _read_arrays(options: Options) -> Options:
     """Options in which arrays stand for the tables that read them: then the call is prepared once."""
-    if options.score is None:
+    score = options.score
+    if score is None:
         return options
-    return options._replace(score=[array_of(x) for x in scores_of(options.score)])
+    return options._replace(score=[array_of(x) for x in score] if isinstance(score, (list, tuple)) else array_of(score))

@@ -9,24 +9,25 @@ import numpy as np
 
 from .. import engines
 from ..arrays.array import describe
+from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..errors import UnsupportedError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
-from ..problem.biases import arrays_of, form_of_bias, reduced, with_own_tables
+from ..problem.biases import arrays_of, form_of_bias, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, asked, resolved
 from ..problem.operands import Operands
 from ..problem.options import AnyArray, ArrayOf, AttentionOptions, Grads, K, T, V, public
-from ..problem.prepared import key_of
+from ..problem.prepared import Prepared, key_of
 from ..problem.problem import Options, scores_of
-from ..problem.results import empty_like, like_input
+from ..problem.results import empty_like, fresh, like_input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_prepared: Memo[Any] = Memo(128, 64 << 20)  # by _key_of(), with threads and the vector unit
+_prepared: Memo[Prepared] = Memo(128, 64 << 20)  # by _key_of(), with threads and the vector unit
 _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 
@@ -93,41 +94,60 @@ def attention_backward(
 
 def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options) -> Any:
     """Computes the gradients of a call, with its options in one."""
-    d_out, d_lse = resolved(d_out), resolved(d_lse)
-    threads, isa = engines.threads_now(), current_isa()
-    tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
-    given = [describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
+    tensors = q, k, v, out, lse, resolved(d_out), resolved(d_lse)
+    key, results = repeat(tensors, grads, options)
+    if results is not None:
+        return results
+    six = [describe(x, name, gpu=True) for x, name in zip(tensors[:6], _NAMES, strict=False)]
+    given = six if d_lse is None else [*six, describe(tensors[6], "d_lse", gpu=True)]
     if given[0].device != "cpu":
         raise UnsupportedError(
             f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
         )
-    key = _key_of(tensors, options, (threads, isa.name), grads)
-    call, arrays = None if key is None else _prepared.get(key), arrays_of(options)
-    tables = None if call is None else call.tables_at(arrays)
-    call = call if tables else None
-    *six, seventh = given if d_lse is not None else (*given, None)
-    stated: Any = call
-    wanted = grads
-    if call is None:
-        options = options.spelled()
-        options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
-        stated = from_arrays(six[0], six[1], six[2], options)
-    shared = stated.problem.shared
-    (dq, a), (dk, b), (dv, c) = [_make_gradient(x, six[0] if shared else x) for x in six[:3]]
-    where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
-    if call is None:
-        request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), wanted)
-        call = engines.cpu().backward(request, options.layout, stated, where)
-    more = call.run(where, None if key is None else options.seed_word(), tables)
-    if key is not None and tables is None and call.keep_for(arrays):
-        _prepared.put(key, call, call.size)
-    if shared:
+    arrays, options = arrays_of(options), options.spelled()
+    options, wanted = with_own_tables(options, grads, six[0].shape, six[1].shape)
+    stated = from_arrays(six[0], six[1], six[2], options)
+    made = [_make_gradient(x, six[0] if stated.problem.shared else x) for x in six[:3]]
+    request = asked(stated.problem, options.layout, Given(given[0], *given[3:]), wanted)
+    call = engines.cpu().backward(request, options.layout, stated, _operands(given, made))
+    results = _run(call, given, made, grads, None if key is None else options.seed_word(), None)
+    if key is not None and call.keep_for(arrays):
+        _prepared.put(key, Prepared(given, call, reads=len(given)), call.size)
+    return results
+
+
+def repeat(tensors: tuple[Any, ...], grads: Any, options: Options) -> tuple[Any, Any]:
+    """Returns the key of a call of q, k, v, out, lse, d_out and d_lse, or None for it, and its gradients if it was
+    prepared before; each may be None.
+    """
+    tensors = tensors[:6] if tensors[6] is None else tensors
+    key = _key_of(tensors, options, (engines.threads_now(), current_isa().name), grads)
+    known = None if key is None else _prepared.get(key)
+    at = None if known is None else known.addresses(tensors)
+    tables = None if known is None or at is None else known.call.tables_at(arrays_of(options))
+    if known is None or at is None or tables is None:
+        return key, None
+    call = known.call
+    given = [form.of(x, address) for form, x, address in zip(call.forms, tensors, at, strict=False)]
+    made = [_make_again(x, form) for x, form in zip(given, call.forms[-3:], strict=False)]
+    return key, _run(call, given, made, grads, options.seed_word(), tables)
+
+
+def _run(call: Any, given: list[Array], made: list[Any], grads: Any, seed: int | None, tables: Any) -> Any:
+    """Fills dq, dk and dv, which are `made`, and returns them, and the further gradients that are asked for."""
+    (dq, _), (dk, b), (dv, c) = made
+    more = call.run(_operands(given, made), seed, tables)
+    if call.problem.shared:
         dk, dv = _sum_items(b), _sum_items(c)
-    results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
-    if not grads:
-        return results
-    more = [reduced(y, x) for x, y in zip(grads, more, strict=True)]
-    return (*results, tuple(_convert(given[0], y) for y in more))
+    results = tuple([like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False)])
+    return (*results, tuple([_convert(given[0], y) for y in more])) if grads else results
+
+
+def _operands(given: list[Array], made: list[tuple[Any, Array]]) -> Operands:
+    """Returns what a pass reads, of which d_lse may be missing, and the gradients that it fills."""
+    q, k, v, out, lse, d_out, *d_lse = given
+    (_, dq), (_, dk), (_, dv) = made
+    return Operands(q, k, v, out, lse, d_out, d_lse[0] if d_lse else None, dq, dk, dv)
 
 
 def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:
@@ -151,6 +171,14 @@ gradients_of = public()(_gradients)  # attention_backward() with its options in 
 def _make_gradient(x: Array, items: Array) -> tuple[Any, Array]:
     """Makes an array for the gradient of x, which lies as x does, of as many batch items as another array has."""
     return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype, ordered=True)
+
+
+def _make_again(x: Array, form: Array) -> tuple[Any, Array]:
+    """Makes an array of this form for the gradient of x."""
+    alike, size = (form.shape, form.strides) == (x.shape, x.strides), DTYPES[form.dtype][1]
+    strides = None if alike or x.kind == "numpy" else tuple([step // size for step in form.strides])
+    new, address = fresh(x.owner, form.shape, alike=alike, strides=strides)
+    return new, form.of(new, address)
 
 
 @standard

@@ -182,7 +182,8 @@ class Table:
                 "traced; they are others by now (set_, resize_, t_, .data = …). Change its numbers in place, or trace "
                 "the function anew."
             )
-        if self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16"):
+        is_widened = self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16")
+        if is_widened and self.array.flags.writeable:  # one that is broadcast was read for this very call
             self.array[...] = _entries(self.watched, self.name).reshape(self.array.shape)
 
     def release(self) -> None:

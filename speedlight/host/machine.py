@@ -36,6 +36,16 @@ class Isa:
         return f"{self.arch}-unknown-linux-gnu"
 
     @property
+    def takes_lanes(self) -> bool:
+        """Multiplies by one lane of a register: one load brings several numbers of a row."""
+        return self.arch == "aarch64"
+
+    @property
+    def overwrites_addends(self) -> bool:
+        """Multiply-adds write their sum over the addend: one that is needed again is copied first, or loaded again."""
+        return self.arch == "aarch64"
+
+    @property
     def is_native(self) -> bool:
         """Has the instructions of its products, and does not compute their bits by others."""
         return not self.name.endswith("-software")
@@ -334,7 +344,9 @@ def _windows_processors() -> bytes:
 
 @functools.cache
 def cpu_family() -> str:
-    """ "zen4", "zen5", "intel512" (of Intel's, all that have AVX-512) or "other"."""
+    """ "zen4", "zen5", "intel512" (of Intel's, all that have AVX-512), "arm" or "other"."""
+    if host_arch() == "aarch64":
+        return "arm"
     words = _cpuinfo()
     avx512 = "avx512f" in words.get("flags", "").split()  # Zen 3 is of family 25, too, without it
     match words.get("vendor_id"), words.get("cpu family"):

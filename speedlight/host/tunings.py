@@ -6,12 +6,14 @@ have been measured here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .machine import Isa, cpu_family, host_arch
 
-FAMILIES = {"zen4": "Zen 4", "zen5": "Zen 5", "intel512": "Intel with AVX-512", "other": "another CPU"}
+FAMILIES = {
+    "zen4": "Zen 4", "zen5": "Zen 5", "intel512": "Intel with AVX-512", "arm": "64-bit Arm", "other": "another CPU",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class RegisterTiles:
     values: tuple[tuple[int, int, int], ...]
     int8_values: tuple[tuple[int, int, int], ...]
     gradients: tuple[tuple[int, int], ...]  # keys x vectors of columns, of dK and dV, the widest first, down to one
+    key_vectors: int = 1  # decoding rows of keys: vectors of them at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +168,25 @@ _INTEL_TILES = (
         ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)), ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)),
         ((8, 2), (8, 1))),
 )  # fmt: skip
-_REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "other": _TILES}
+# One vector of four keys would wait for its sum: 16 keys at once.
+_ARM_TILES = (replace(_TILES[0], narrow_scores=((4, 1), (1, 2)), key_vectors=4),)
+_REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "arm": _ARM_TILES, "other": _TILES}
 
 # Measured over 90 shapes on Zen 4 and Zen 5, over 20 on an Intel Xeon (docs/ladder.md). Units of 16 registers have no
-# room for enough sums of one vector: they take the row of other CPUs.
+# room for enough sums of one vector: they take the row of other CPUs. Arm's are predicted (docs/performance.md).
 #                       worth of 1, 2, 3     panels  FLOPs of a task  tasks  even
 _FMA = {
     "zen4":     Blocking((1.00, 0.98, 0.95),      8,     800_000_000,     8,    8),
     "zen5":     Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8,    8),
     "intel512": Blocking((0.80, 1.00, 0.98),      8,     800_000_000,     8,    4),
+    "arm":      Blocking((0.80, 1.00, 0.98),      8,     800_000_000,     8,    8),
     "other":    Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8,    8),
 }  # fmt: skip
 _PAIRS = {
     "zen4":     Blocking((0.72, 1.00, 0.99),      4,   1_600_000_000,     8,    8),
     "zen5":     Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
     "intel512": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),  # slower than avx512 there
+    "arm":      Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
     "other":    Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
 }  # fmt: skip
 # Of AMX's tiles two vectors of queries share each tile of keys; Intel's CPUs alone have them.
@@ -194,6 +201,7 @@ _FETCHING = {
     "zen4":     Fetching(2,   16,       16384,           24,  True,     2, False,    0),
     "zen5":     Fetching(2,   16,       16384,           24,  True,     1,  True,    0),
     "intel512": Fetching(2,   16,       16384,           24, False,     2,  True,   32),
+    "arm":      Fetching(2,   16,       16384,           24,  True,     1,  True,    0),
     "other":    Fetching(2,   16,       16384,           24,  True,     1,  True,   16),
 }  # fmt: skip
 
@@ -205,6 +213,7 @@ _THREADING = {
     "zen4":     Threading(20e-6, 1 << 19,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
     "zen5":     Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
     "intel512": Threading(20e-6, 1 << 19,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "arm":      Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
     "other":    Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
 }  # fmt: skip
 
@@ -240,5 +249,7 @@ TUNINGS = {
 
 
 def shipped(isa: Isa) -> Tuning:
-    """The row of a vector unit on this CPU; narrow units, and those of machines that are not here, have the last."""
+    """The row of a vector unit on this CPU; of x86's narrow ones, and those of machines that are not here, the last."""
+    if isa.arch == "aarch64":
+        return TUNINGS["arm"]
     return TUNINGS[cpu_family() if isa.registers >= 32 and isa.arch == host_arch() else "other"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import numpy as np
 
+from ..arrays.torch_tensors import is_detached
 from ..expressions.tables import Table
-from ..host.rounding import standard
 from .options import form_of
 from .problem import LAYOUTS, QUERY_BLOCK, Options, scores_of
 
@@ -24,8 +23,10 @@ def shares_of(entries: int) -> int:
 
 
 def array_of(x: Any) -> Any:
-    """Returns the array that a table reads where it lies; anything else as it is."""
-    return x.array if type(x) is Table and not x.is_own and x.tensor is None else x
+    """Returns the array, or the plain tensor, that a table reads where it lies; anything else as it is."""
+    if type(x) is not Table or x.is_own or x.tensor is not None:
+        return x
+    return x.watched if is_detached(x.watched) else x.array
 
 
 def arrays_of(options: Options) -> list[Any]:
@@ -45,8 +46,8 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
     """Returns a mask, a score and `grads` whose tables are the call's own, which may outlive those of the caller.
 
     One whose gradient is asked for is broadcast to all items and heads if queries are few: then each of its entries has
-    one term, which a thread writes and nobody adds to; reduced() adds them, to the same bits. Many are shared out by
-    their positions.
+    one term, which a thread writes and nobody adds to; the engine adds the terms afterwards, to the same bits. Many
+    are shared out by their positions.
 
     Args:
         q, k: shapes, of whatever is refused later, too.
@@ -55,17 +56,20 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
         return options, grads
     square, own = _square(options.layout, q, k), {}
     entries = sum([x.array.size for x in grads if isinstance(x, Table)])
+    # items have the same rows at the same positions: then blocks of all are known
+    is_alike = options.q_lengths is options.k_lengths is None and not np.ndim(options.q_start)
     for x in (options.mask, *scores_of(options.score)):
         if type(x) is not Table or x.tensor is not None:
             continue
         array = x.array
         if square and array.shape[-2:] == square[-2:] and square[-2] <= _FEW and math.prod(square) <= _ENTRIES:
             fits = all([n in (1, m) for n, m in zip(array.shape[::-1], square[::-1], strict=False)])
-            if fits and any([x is y for y in grads]) and _adds_in_order(array.shape, square, shares_of(entries)):
+            in_order = (x.kind == "float" and is_alike) or _adds_in_order(array.shape, square, shares_of(entries))
+            if fits and in_order and any([x is y for y in grads]):
                 array = np.broadcast_to(array, square)
         if array.shape != x.shape or not x.is_own:
             own[id(x)] = table = Table(array, x.name, copy=False)
-            table.watched = x.array
+            table.watched = x.array if x.is_own else array_of(x)
     if not own:
         return options, grads
     mask = own.get(id(options.mask), options.mask)
@@ -91,18 +95,3 @@ def _square(layout: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, .
     if not len(q) == len(k) == len(axes):
         return ()
     return q[0] if len(axes) == 4 else 1, q[axes[-3]], q[axes[-2]], k[axes[-2]]
-
-
-@standard
-def reduced(x: np.ndarray, grad: Any) -> np.ndarray:
-    """Adds the gradients of a table's entries that were broadcast: ascending, in float64, rounded once."""
-    if not isinstance(grad, Table) or x.shape == grad.shape:
-        return x
-    shape = grad.shape
-    padded = (1,) * (x.ndim - len(shape)) + shape
-    each = [range(n) if m == 1 else [slice(None)] for n, m in zip(x.shape, padded, strict=True)]
-    total = np.zeros(padded)
-    with np.errstate(all="ignore"):
-        for at in itertools.product(*each):
-            total += x[tuple([slice(n, n + 1) if type(n) is int else n for n in at])]
-        return total.reshape(shape).astype(x.dtype)

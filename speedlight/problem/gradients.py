@@ -29,7 +29,7 @@ class Followed(NamedTuple):
 
     options: Options
     sinks: Any = None
-    tables: tuple[Table, ...] = ()  # which have sources
+    tables: tuple[Any, ...] = ()  # which have sources; or the detached tensor that is added
 
     def __bool__(self) -> bool:
         return self.sinks is not None or bool(self.tables)
@@ -146,9 +146,15 @@ def _one(x: Any) -> Any:
 
 
 def _traced(x: Any) -> Any:
-    if is_tensor(x):
-        return Table(x, "score", copy=False) if is_followed(x) else x
-    return _expression(x, "score")
+    if not is_tensor(x):
+        return _expression(x, "score")
+    if not is_followed(x):
+        return x
+    if is_traced(x):
+        return Table(x, "score", copy=False)
+    table = Table(x.detach(), "score", copy=False)  # which prepared calls know by its form
+    table.origin = x
+    return table
 
 
 def _expression(x: Any, role: str) -> Any:

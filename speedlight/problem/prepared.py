@@ -153,14 +153,14 @@ class Prepared:
 
     def __init__(
         self, given: Sequence[Array | np.ndarray], call: Any = None, put: Any = None,
-        *, staged: bool = False, places: Any = (),
+        *, staged: bool = False, places: Any = (), reads: int = 3,
     ) -> None:  # fmt: skip
         """given: q, or q, k and v, with `out` if that is the caller's; or k and v, which are only stored: then there is
-        no call. put: the call that stores new tokens. staged: results
-        go to new memory first, since a lookup may turn out to be out of range. places: of the arrays in mask and score,
-        as Launch.places_of() has them.
+        no call; or what a backward pass reads. put: the call that stores new tokens. staged: results go to new memory
+        first, since a lookup may turn out to be out of range. places: of the arrays in mask and score, as
+        Launch.places_of() has them. reads: how many of `given`, from the first, are only read.
         """
-        self.places = places
+        self.places, self.reads = places, reads
         self.call, self.put, self.staged = call, put, staged
         self.reach = [_reach_of(x) for x in given]
         self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
@@ -185,7 +185,7 @@ class Prepared:
         addresses = []
         for n, (x, (_, end)) in enumerate(zip(tensors, self.reach, strict=False)):
             try:
-                address = x.const_data_ptr() if n < 3 else x.data_ptr()  # out alone is written
+                address = x.const_data_ptr() if n < self.reads else x.data_ptr()  # out alone is written
             except RuntimeError:  # a wrapper of torch.func
                 return None
             if end and not (address and has_bytes(x, end)):

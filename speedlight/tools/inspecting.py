@@ -30,7 +30,7 @@ def info(
     as_json: opt.Json = False,
 ) -> None:
     """This machine: vector unit, threads, measured peaks and bandwidth, and the kernels that are kept."""
-    from ..cpu.runtime import compile, workers
+    from ..cpu.runtime import compile, kept_files, workers
     from ..cpu.runtime.tuned import tuning_of
 
     with on_unit(isa):
@@ -40,7 +40,7 @@ def info(
     cached = compile.cached_kernels()
     removed = compile.clear_kernels() if clear else None  # what measuring has compiled, too
     peaks, read = {x: r.flops for x, r in known.items()}, max(r.bytes for r in known.values())
-    directory = compile.cache_directory()
+    directory = kept_files.cache_directory()
     report = {
         "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(),
         "isa": unit.name,

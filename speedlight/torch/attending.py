@@ -9,7 +9,7 @@ import torch
 from .. import front
 from ..arrays.integers import integer
 from ..arrays.torch_tensors import is_tensor, is_traced
-from ..autograd.attending import attend_as_operation, attended, cast, is_plain
+from ..autograd.attending import attend_as_operation, attended, attended_again, cast, is_plain
 from ..autograd.graphs import in_graph
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by
@@ -83,6 +83,9 @@ def attention(
         given = given._replace(seed=integer("seed", given.seed))
     if is_plain(q, k, v):
         if torch.is_grad_enabled():
+            results = attended_again(q, k, v, given, return_lse)
+            if results is not None:
+                return results
             known = followed(given)
             if known or any([is_tensor(x) and x.requires_grad for x in (q, k, v)]):
                 return attended(q, k, v, known, return_lse)
@@ -94,10 +97,12 @@ def attention(
 
 
 def attend_again(tag: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
-    """Repeats a call that was prepared; None where there is none, or PyTorch records or transforms this one.
+    """Repeats a call that was prepared; None where there is none, or PyTorch transforms this one.
 
     tag: of whoever asks, by identity: front.replay() repeats what was taken for this one before.
     """
     if torch._C._is_any_autocast_enabled() or not is_plain():
         return None
+    if torch.is_grad_enabled() and (results := attended_again(q, k, v, options, False)) is not None:
+        return results
     return front.attend_again(tag, q, k, v, options)

@@ -181,20 +181,21 @@ def _attend_again(
         return None
     if attn_mask is None:
         mask = score = None
-    elif attn_mask.requires_grad:  # then results lie otherwise
-        return None
     elif attn_mask.dtype is torch.bool:
         mask, score = attn_mask, None
     else:
         mask, score = None, attn_mask
     options = brief_options(mask, score, scale, "top-left" if is_causal else False)
     tag = _TAGS[enable_gqa]
-    out = replay(tag, query, key, value, options)
+    lies_otherwise = attn_mask is not None and attn_mask.requires_grad  # as PyTorch's own has results then
+    out = None if lies_otherwise else replay(tag, query, key, value, options)
     if out is None and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
         out = attend_again(tag, query, key, value, options)
     if out is not None:
         count_taken(SDPA)
-    return out
+    if out is None or not lies_otherwise:
+        return out
+    return out.reshape(out.shape) if out.is_contiguous() else out.contiguous()  # of dims of one, strides, too
 
 
 _TAGS = {False: ("sdpa",), True: ("sdpa", "grouped")}  # PyTorch's rules differ from ours, and with enable_gqa

@@ -150,9 +150,10 @@ def test_a_call_counts_the_tables_that_it_keeps():
     dense._prepared.clear()
 
 
-def test_a_tensor_to_be_negated_is_not_taken_for_another():
+@pytest.mark.parametrize("queries", [8, 40])
+def test_a_tensor_to_be_negated_is_not_taken_for_another(queries):
     """PyTorch's negative bit is no stride and no dtype: a call that was made before would read what lies there."""
-    q = torch.randn(1, 2, 8, 16)
+    q = torch.randn(1, 2, queries, 16)
     sl.attention(q, q, q)
     for n in range(3):
         given = [torch._neg_view(q) if at == n else q for at in range(3)]

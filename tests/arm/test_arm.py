@@ -9,6 +9,7 @@ from conftest import FULL
 
 import speedlight as sl
 from speedlight.cpu.kernels.merge import MergeShape
+from speedlight.cpu.kernels.term_sums import TermShape
 from speedlight.cpu.kernels.thread_pool import ServingShape
 from speedlight.cpu.kernels.tile_test import TileTestShape
 from speedlight.cpu.memory.shape import AppendShape, Shape, Source
@@ -57,6 +58,7 @@ def test_float8_compiles_for_arm():
 
 def test_merge_compiles_for_arm():
     assert compiles(MergeShape(isa_named("neon")))
+    assert compiles(TermShape(isa_named("neon"), "f32"))
 
 
 def test_what_threads_run_compiles_for_arm():

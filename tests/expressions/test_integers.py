@@ -19,6 +19,7 @@ from speedlight.expressions.bounds import Exact, integers, visible
 from speedlight.expressions.tree import evaluate
 from speedlight.problem.tiles import Many
 
+pytestmark = pytest.mark.usefixtures("one_width")  # a lane is a lane in panels of any width
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
 EDGES = [0, 1, -1, 2, -2, 3, -7, 63, 64, 70, 255, -255, 46341, (1 << 31) - 1, 1 << 31, -(1 << 31), -(1 << 31) - 1,
          1 << 32, 1 << 62,

@@ -19,14 +19,14 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels are not named by every source",
-        "cpu/runtime/compile.py",
+        "cpu/runtime/kept_files.py",
         'entry.name != "__pycache__" and entry.is_dir()',
         'entry.name == "cpu" and entry.is_dir()',
         "tests/robustness/test_cache.py -k every_source",
     ),
     Mutation(
         "what a group may write is trusted",
-        "cpu/runtime/compile.py",
+        "cpu/runtime/kept_files.py",
         "not info.st_mode & 0o022",
         "not info.st_mode & 0o002",
         "tests/robustness/test_cache.py -k others_can_write",

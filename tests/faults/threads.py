@@ -15,7 +15,7 @@ MUTATIONS = (
         "cpu/runtime/workers.py",
         "        try:\n            kernel.joined(arguments)\n        except",
         "        try:\n            kernel.entry(arguments)\n        except",
-        "tests/robustness/test_signals.py -k 'nobody_is_inside or threads_as_they_were'",
+        "tests/robustness/test_workers.py -k last_task",
     ),
     Mutation(
         "a region ends while a thread of ours still computes",

@@ -9,9 +9,9 @@ import pytest
 from conftest import FULL
 from engines import tuned
 from forms import FORMS, Form, units
-from problems import Combined, draw_combined, flow_of
+from problems import Combined, as_numpy, draw_combined, flow_of
 from tolerance import assert_within, plain
-from ways import Call, as_kind, as_numpy, bits, lie, poisoned
+from ways import Call, as_kind, bits, lie, poisoned
 
 import speedlight as sl
 from speedlight import reference

@@ -23,6 +23,7 @@ import speedlight as sl
 from speedlight.calls import dense
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime import compile as compiling
+from speedlight.cpu.runtime import kept_files
 from speedlight.expressions.program import Program
 from speedlight.host.machine import current_isa
 
@@ -66,7 +67,7 @@ def here(directory: Path, **environment: str) -> list[str]:
         for name, value in {"SPEEDLIGHT_CACHE_DIR": str(directory), **environment}.items():
             patch.setenv(name, value)
         patch.setattr(compiling, "_loaded", {})
-        patch.setattr(compiling, "_warned", False)
+        patch.setattr(kept_files, "_warned", False)
         patch.setattr(compiling, "compile_ir", compiled)
         dense._prepared.clear()
         right = float(np.abs(sl.attention(q, q, q) - sl.reference.attention(q, q, q)).max()) < 1e-5
@@ -184,12 +185,12 @@ def test_no_place_at_all(tmp_path):
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "c"))
-    monkeypatch.setattr(compiling, "_warned", False)
+    monkeypatch.setattr(kept_files, "_warned", False)
 
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compiling.os, "replace", full)
+    monkeypatch.setattr(kept_files.os, "replace", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
         assert not compiling._make(DECODE).from_cache
     assert list((tmp_path / "c").iterdir()) == []
@@ -199,15 +200,15 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 def directory(tmp_path, monkeypatch) -> Path:
     """A cache with one kernel, DECODE's."""
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "c"))
-    monkeypatch.setattr(compiling, "_warned", False)
+    monkeypatch.setattr(kept_files, "_warned", False)
     path = compiling.cache_path(DECODE)
     assert path is not None
     path.parent.mkdir(mode=0o700)
     text, objects = decode_compiled()
     code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
-    path.write_bytes(compiling._MAGIC + compiling.sum_of(path, code) + hashlib.sha256(text.encode()).digest() + code)
+    path.write_bytes(compiling._MAGIC + kept_files.sum_of(path, code) + hashlib.sha256(text.encode()).digest() + code)
     path.chmod(0o600)
-    assert compiling._objects_in(path, compiling.read_kept(path) or b"") == objects
+    assert compiling._objects_in(path, kept_files.read_kept(path) or b"") == objects
     return path.parent
 
 
@@ -232,10 +233,9 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(directory):
     (file,) = directory.iterdir()
     file.unlink()
     os.mkfifo(file, 0o600)
-    code = (
-        f"from pathlib import Path; from speedlight.cpu.runtime import compile; compile.read_kept(Path({str(file)!r}))"
-    )
-    read = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    code = "import pathlib, sys; from speedlight.cpu.runtime import kept_files\n"
+    command = [sys.executable, "-W", "error", "-c", code + "kept_files.read_kept(pathlib.Path(sys.argv[1]))", str(file)]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "is not a file" in read.stderr
     assert compiling.cached_kernels() == {}
     with pytest.warns(RuntimeWarning, match="is not a file"):
@@ -269,7 +269,7 @@ def test_directories_that_are_made_are_for_us_alone(tmp_path):
     (tmp_path / "a").chmod(0o755)
     before = os.umask(0)
     try:
-        compiling._make_directory(tmp_path / "a" / "b" / "c" / "d")
+        kept_files._make_directory(tmp_path / "a" / "b" / "c" / "d")
     finally:
         os.umask(before)
     modes = [(tmp_path / at).stat().st_mode & 0o777 for at in ("a", "a/b", "a/b/c", "a/b/c/d")]
@@ -280,17 +280,17 @@ def test_every_source_that_kernels_may_need_is_in_the_digest(tmp_path):
     """A number that kernels are made of may stand anywhere."""
     package = tmp_path / "speedlight"
     shutil.copytree(Path(sl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    right = compiling.digest_of(package, compiling.ROOMS)
+    right = kept_files.digest_of(package, compiling.ROOMS)
     assert right == compiling._sources()
     paths = sorted(x for room in compiling.ROOMS for x in (package / room).rglob("*.py"))
     assert {"problem.py", "schedule.py", "storage.py", "forward_call.py", "task.py"} < {path.name for path in paths}
     for path in paths:
         source = path.read_bytes()
         path.write_bytes(source + b"#")
-        assert compiling.digest_of(package, compiling.ROOMS) != right, path
+        assert kept_files.digest_of(package, compiling.ROOMS) != right, path
         path.write_bytes(source)
     (package / "cpu" / "memory" / "records.py").rename(package / "cpu" / "fields.py")
-    assert compiling.digest_of(package, compiling.ROOMS) != right
+    assert kept_files.digest_of(package, compiling.ROOMS) != right
 
 
 # --- kernels in memory

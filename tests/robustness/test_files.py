@@ -93,13 +93,15 @@ def test_damaged_files_are_named_at_once(rng, tmp_path, suffix):
 @pytest.mark.parametrize("suffix", [".npz", ".npy", ".safetensors"])
 def test_a_file_is_the_old_one_or_the_new_wherever_an_interrupt_comes(tmp_path, suffix):
     path, contents = tmp_path / f"a{suffix}", [{"out": np.full(9, n)} for n in range(2)]
-    within = ("speedlight/files",)
+    within = ("speedlight/arrays/files",)
 
     def write():
         write_arrays(path, contents[1])
 
     write()
-    for n in places(write, within):
+    found = places(write, within)
+    assert len(found) > 5
+    for n in found:
         write_arrays(path, contents[0])
         assert interrupted(write, n, within)
         assert [x.name for x in tmp_path.iterdir()] == [path.name], f"place {n}"

@@ -1,4 +1,4 @@
-"""What is asked of macOS and Windows, with what they answer put in their place: neither has run it yet."""
+"""What systems and CPUs say of themselves: macOS and Windows have others' answers put in their place."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from conftest import FULL
 from speedlight.cpu.kernels.merge import MergeShape
 from speedlight.cpu.memory.shape import AppendShape, Shape, Source
 from speedlight.cpu.runtime import compile as compiling
+from speedlight.cpu.runtime import kept_files
 from speedlight.host import machine
 from speedlight.host.llvm import process_triple
 
@@ -153,17 +154,17 @@ def test_kernels_lie_where_the_system_keeps_such_files(on, monkeypatch, nowhere_
     known.user_cache_path = lambda *asked, **named: Path("/caches", *asked, *map(str, named.items()))  # type: ignore
     monkeypatch.setitem(sys.modules, "platformdirs", known)
     on(name)
-    assert compiling.cache_directory() == Path("/caches/speedlight/('appauthor', False)")
+    assert kept_files.cache_directory() == Path("/caches/speedlight/('appauthor', False)")
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", "/mine")
-    assert compiling.cache_directory() == Path("/mine")
+    assert kept_files.cache_directory() == Path("/mine")
 
 
 def test_on_linux_nothing_more_is_imported(on, monkeypatch, nowhere_said):
     monkeypatch.setitem(sys.modules, "platformdirs", None)  # an import would fail
     on("linux")
-    assert compiling.cache_directory() == Path("/home/ada/.cache/speedlight")
+    assert kept_files.cache_directory() == Path("/home/ada/.cache/speedlight")
     monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
-    assert compiling.cache_directory() == Path("/fast/speedlight")
+    assert kept_files.cache_directory() == Path("/fast/speedlight")
 
 
 OBJECTS = {  # unit, system, triple, and what its object files begin with
@@ -286,3 +287,58 @@ def test_macos_tells_what_a_cpu_has(on, monkeypatch, name, extra, lacks):
     assert machine.slow_cores.__wrapped__() == 6
     assert [x.name for x in machine.host_isas.__wrapped__()] == ["neon"]
     assert [x.name for x in machine.runnable_isas()] == ["neon"] + ["neonbf16"] * (name == "Apple M2")
+
+
+# --- units and families of CPUs
+
+
+def test_linux_says_what_llvm_says_of_the_cpu():
+    if not machine._cpuinfo():
+        pytest.skip("no /proc/cpuinfo")
+    from llvmlite import binding
+
+    theirs = {name for name, on in binding.get_host_cpu_features().items() if on}
+    wanted = {name for isa in machine.ISAS for name in isa.needs}
+    assert machine._features() & wanted == theirs & wanted
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "flags", "found"),
+    [
+        ("AuthenticAMD", "25", "fma avx512f", "zen4"),
+        ("AuthenticAMD", "25", "fma", "other"),  # Zen 3
+        ("AuthenticAMD", "26", "fma avx512f", "zen5"),
+        ("AuthenticAMD", "23", "fma", "other"),
+        ("GenuineIntel", "6", "fma avx512f", "intel512"),
+        ("GenuineIntel", "19", "fma avx512f", "intel512"),
+        ("GenuineIntel", "6", "fma", "other"),
+        ("HygonGenuine", "24", "fma", "other"),
+    ],
+)
+def test_families_of_cpus(vendor, family, flags, found, monkeypatch):
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: {"vendor_id": vendor, "cpu family": family, "flags": flags})
+    assert machine.cpu_family.__wrapped__() == found
+    monkeypatch.setattr(machine, "_cpuinfo", dict)
+    assert machine.cpu_family.__wrapped__() == "other"
+    monkeypatch.setattr(machine, "host_arch", lambda: "aarch64")
+    assert machine.cpu_family.__wrapped__() == "arm"
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "unit"),
+    [
+        ("zen4", "avx512bf16 avx512 avx2", "avx512bf16"),
+        ("zen5", "avx512bf16 avx512 avx2", "avx512bf16"),
+        ("intel512", "avx512bf16 avx512 avx2", "avx512"),  # its dot instruction has half the rate of float32's
+        ("intel512", "avx512 avx2", "avx512"),
+        ("intel512", "avx2", "avx2"),
+        ("other", "avx2", "avx2"),
+    ],
+)
+def test_which_unit_a_family_takes(family, flags, unit, monkeypatch):
+    """SPEEDLIGHT_ISA still insists."""
+    monkeypatch.setattr(machine, "cpu_family", lambda: family)
+    monkeypatch.setattr(machine, "host_isas", lambda: tuple(machine.isa_named(name) for name in flags.split()))
+    choose = machine._chosen_isa.__wrapped__
+    assert choose("").name == unit
+    assert [choose(name).name for name in flags.split()] == flags.split()

@@ -39,6 +39,19 @@ def test_concurrent_callers(rng):
     together(work, range(200 if FULL else 40))
 
 
+@pytest.mark.parametrize("way", ["helpers", "threads", "openmp"])
+def test_a_call_ends_when_its_last_task_has(rng, monkeypatch, way):
+    """Three tasks for two threads: who finds none left waits for the other."""
+    use(monkeypatch, way)
+    q, k, v = qkv(rng, "float32", 1, 3, 3, 32, 20_000, 64, 64)
+    sl.set_threads(2)
+    out = sl.attention(q, k, v)
+    want = out.tobytes()
+    for _ in range(30):
+        out.fill(0)
+        assert sl.attention(q, k, v, out=out).tobytes() == want
+
+
 def test_first_compilations_race():
     code = BIG + (
         "import threading\nouts = []\n"

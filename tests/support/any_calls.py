@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from forms import FORMS
 from golden import digest
-from problems import CODES, DTYPES, draw_combined, numpy_dtype, qkv, taken
+from problems import CODES, DTYPES, as_numpy, draw_combined, numpy_dtype, qkv, stacked, taken
 from states import states
 from steps import strided
 
@@ -59,13 +59,6 @@ def flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-def as_numpy(x: Any) -> np.ndarray:
-    if isinstance(x, torch.Tensor):
-        x = x.detach().contiguous()
-        return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16")) if x.dtype is torch.bfloat16 else x.numpy()
-    return np.asarray(x)
-
-
 def as_torch(x: np.ndarray, *, grad: bool = False) -> torch.Tensor:
     x = np.ascontiguousarray(x)
     if x.dtype.name == "bfloat16":
@@ -99,7 +92,7 @@ def draw_call(rng: Rng, wider: float) -> tuple[Arrays, dict[str, Any]]:
     else:
         more = [0, 0] if p.form.dense else rng.integers(0, 3, 2)
         sizes = (max(q_lens) + more[0], max(k_lens) + more[1], max(k_lens) + more[1])
-        arrays = [padded([getattr(x, n) for x in p.parts], int(m)) for n, m in zip("qkv", sizes, strict=True)]
+        arrays = [stacked([getattr(x, n) for x in p.parts], length=int(m)) for n, m in zip("qkv", sizes, strict=True)]
         if len({*q_lens}) > 1 or len({*k_lens}) > 1 or any(more):
             both = q_lens == k_lens and sizes[0] == sizes[1]
             options |= {"lengths": q_lens} if both else {"q_lengths": q_lens, "k_lengths": k_lens}
@@ -116,14 +109,6 @@ def draw_call(rng: Rng, wider: float) -> tuple[Arrays, dict[str, Any]]:
         options |= {"dropout": pick(rng, (0.1, 0.5)), "seed": int(rng.integers(1 << 62))}
     options |= {"layout": pick(rng, NAMES[layout])}
     return [strided(rng, x) for x in arrays], options
-
-
-def padded(items: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """(batch, heads, length, dim), NaN past each item's own length."""
-    out = np.full((len(items), items[0].shape[0], length, items[0].shape[2]), np.nan, items[0].dtype)
-    for to, x in zip(out, items, strict=True):
-        to[:, : x.shape[1]] = x
-    return out
 
 
 def attention(rng: Rng, call: Calls) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +29,24 @@ def taken(dtype: str) -> str:
 
 def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name) if name in ("bfloat16", "float8_e4m3fn") else name)
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """Returns an array, or a tensor of the CPU, as an array of the same bits."""
+    if not type(x).__module__.startswith("torch"):
+        return np.asarray(x)
+    x = x.detach().contiguous()
+    is_bfloat16 = str(x.dtype) == "torch.bfloat16"
+    return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16) if is_bfloat16 else x.numpy()
+
+
+def stacked(items: Sequence[np.ndarray], more: int = 0, length: int | None = None) -> np.ndarray:
+    """Returns (batch, heads, length, dim), NaN past each one's own; without `length` it is the longest + `more`."""
+    length = max(x.shape[1] for x in items) + more if length is None else length
+    out = np.full((len(items), items[0].shape[0], length, items[0].shape[2]), np.nan, items[0].dtype)
+    for to, x in zip(out, items, strict=True):
+        to[:, : x.shape[1]] = x
+    return out
 
 
 def quantise(x: np.ndarray, dtype: str = "int8") -> tuple[np.ndarray, np.ndarray]:

@@ -52,6 +52,12 @@ def assert_within(
     return float((error / np.maximum(bound[finite], 1e-320)).max()) if error.size else 0.0
 
 
+def assert_equal(got: Any, want: Any, what: str = "out") -> None:
+    """Two computations in float64 differ by roundings alone."""
+    want = plain(want)
+    assert_within(got, want, 1e-12 * (1 + np.abs(want)), what, zeros_allowed=True)
+
+
 def assert_accurate(q: Any, k: Any, v: Any, *, zeros_allowed: bool = False, **options: Any) -> tuple[Any, Any]:
     """speedlight.attention against the oracle: dtype, shape, special values, and the bound for every element."""
     out, lse = sl.attention(q, k, v, return_lse=True, **options)

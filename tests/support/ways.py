@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from problems import Combined, Part, numpy_dtype
+from problems import Combined, Part, as_numpy, stacked
 from tolerance import assert_within, plain
 
 import speedlight as sl
@@ -51,12 +51,6 @@ def as_kind(x: np.ndarray, kind: str) -> Any:
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
-
-
-def as_numpy(x: Any) -> np.ndarray:
-    if isinstance(x, torch.Tensor):
-        return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16")) if x.dtype is torch.bfloat16 else x.numpy()
-    return x
 
 
 class Call:
@@ -148,15 +142,6 @@ class Call:
         limits = [] if left is None else [sl.window(left, None)]
         limits += [] if right is None else [sl.window(None, right)]
         return functools.reduce(operator.and_, limits if self.p.mask is None else [*limits, self.p.mask])
-
-
-def stacked(items: Sequence[np.ndarray], more: int) -> np.ndarray:
-    """(batch, heads, longest + more, dim), NaN past each one's length."""
-    longest = max(x.shape[1] for x in items) + more
-    out = np.full((len(items), items[0].shape[0], longest, items[0].shape[2]), np.nan, items[0].dtype)
-    for to, x in zip(out, items, strict=True):
-        to[:, : x.shape[1]] = x
-    return out
 
 
 def cut(x: np.ndarray, parts: Sequence[Part], q_len: int, k_len: int) -> np.ndarray:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from forms import units
-from problems import Combined, Part
-from ways import Call, Results, as_kind, as_numpy, assert_right, assert_same, bits, joined, knows_items, stacked
+from problems import Combined, Part, as_numpy, stacked
+from ways import Call, Results, as_kind, assert_right, assert_same, bits, joined, knows_items
 
 import speedlight as sl
 from speedlight.cpu.engine import schedule

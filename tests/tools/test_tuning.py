@@ -20,8 +20,7 @@ from test_cli import here  # noqa: F401
 
 import speedlight as sl
 from speedlight import errors
-from speedlight.cpu.runtime import compile as compiling
-from speedlight.cpu.runtime import roof, tuned
+from speedlight.cpu.runtime import kept_files, roof, tuned
 from speedlight.host import tunings
 from speedlight.host.machine import current_isa, isa_named
 from speedlight.host.tunings import LIMITS, TUNINGS, shipped
@@ -39,7 +38,7 @@ def kept(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.delenv("SPEEDLIGHT_TUNING")
     monkeypatch.setattr(tuned, "_known", {})
-    for module in (tuned, compiling):
+    for module in (tuned, kept_files):
         monkeypatch.setattr(module, "_warned", False)
     return tmp_path / "kept"
 
@@ -139,7 +138,7 @@ def test_no_other_cpu_unit_or_version_follows_it(kept, monkeypatch):
         write(other, json.loads(path.read_bytes()[tuned._HEADER :]))
         assert again() is shipped(isa)
     foreign = isa_named("neon" if isa.arch == "x86_64" else "avx2")
-    assert tuned.tuning_path(foreign) is None and tuned.tuning_of(foreign) is TUNINGS["other"]
+    assert tuned.tuning_path(foreign) is None and tuned.tuning_of(foreign) is shipped(foreign)
     narrow = replace(isa, name="narrow")
     assert tuned.tuning_of(narrow) is shipped(narrow)
     assert again().origin.parts == ("fma", "decoding")
@@ -153,7 +152,7 @@ def write(path: Path, row: Any) -> None:
 
 def believed() -> bool:
     """Whether the file is; if not, one warning says so, the first time."""
-    tuned._warned = compiling._warned = False
+    tuned._warned = kept_files._warned = False
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = [again().origin.parts for _ in range(2)]
@@ -237,7 +236,7 @@ def test_what_cannot_be_forgotten_is_an_error(kept, monkeypatch):
         with pytest.raises(sl.FileError, match="tuning_.*: Permission denied. Delete it, or set SPEEDLIGHT_TUNING=0"):
             tuned.forget_tuning(current_isa())
     assert believed()
-    monkeypatch.setattr(tuned, "read_kept", lambda path: (compiling.read_kept(path), path.unlink())[0])
+    monkeypatch.setattr(tuned, "read_kept", lambda path: (kept_files.read_kept(path), path.unlink())[0])
     assert tuned.forget_tuning(current_isa())
 
 

@@ -23,7 +23,7 @@ from ..memory.operands import steps
 from ..memory.records import BACKWARD, GRADIENTS, TABLES, GradientItem
 from ..memory.shape import Kind, Shape
 from ..runtime.compile import symbol_of
-from ..runtime.launch import Launch, Words, threads_for
+from ..runtime.launch import Launch, Words, give_scratch, threads_for
 from ..runtime.tuned import tuning_of
 from .backward_schedule import (
     BackwardSchedule,
@@ -35,6 +35,7 @@ from .backward_schedule import (
 )
 from .forward_call import bits_of, measured_roofs, program_of, signs_of, words_of_problem
 from .table_sums import added, sums_of
+from .term_sums import terms_of
 
 
 class Gradients:
@@ -42,11 +43,13 @@ class Gradients:
 
     def __init__(self, request: Asked, lies: GradientLayout, threads: int, isa: Isa) -> None:
         self.request, self.problem = request, request.problem
-        self.layout, self.first_q = lies.layout, lies.first_q  # not its arrays, which nobody may keep
+        self.layout, self.first_q = lies.layout, lies.first_q
+        self.forms = [x.of(None, 0) for x in lies.arrays if x is not None]  # of arrays, which nobody may keep
         wants = tuning_of(isa).ranges
         self.unwritten = _unwritten(self.problem, lies)
         program, skew = program_of(self.problem, backward=True), 0
         self.sums = sums_of(self.problem, request.tables)
+        self.terms = {} if self.sums is None else terms_of(self.problem, request.tables, threads, isa)
         self.places: tuple[Any, ...] = ()  # of arrays in mask and score, for each launch
         self.tables = None  # the call that adds to their gradients, where that of dq, dk and dv does not
         if self.sums is not None:
@@ -86,14 +89,20 @@ class Gradients:
         for name in self.unwritten:
             getattr(x, name).numpy()[...] = 0
         count = 1 if self.tables is None else self.tables.how.tickets.progress
-        found, shares = ({}, None) if self.sums is None else self.sums.new(self.problem, count)
+        found, shares, held = ({}, None, ()) if self.sums is None else self.sums.new(self.problem, count, self.terms)
         of_call, of_tables = (*arrays, None)[:2] if arrays else (None, None)
-        self.call.run(x, self._sums(x), seed, shares if self.tables is None else None, tables=of_call)
+        narrow = () if self.problem.storage in ("f32", "f64") or self.problem.partial else (x.dq, x.dk, x.dv)
+        beside = [np.empty(a.shape, np.float32) for a in narrow]  # where they are summed
+        sums = [address_of(a) for a in beside] or [x.dq.address, x.dk.address, x.dv.address]
+        self.call.run(x, sums, seed, shares if self.tables is None else None, tables=of_call)
         if self.tables is not None:
-            self.tables.run(x, [x.dq.numpy()] * 3, seed, shares, tables=of_tables)
-        tables = {at: added(each) for at, each in found.items()}
-        grads = self.request.grads
-        return tuple(self._narrowed(self._sinks(x) if y == SINKS else tables[id(y)]) for y in grads)
+            self.tables.run(x, [x.dq.address] * 3, seed, shares, tables=of_tables)
+        tables = {at: self._narrowed(added(each)) for at, each in found.items()}
+        for at, terms in self.terms.items():
+            tables[at] = terms.add(tables[at])
+        for scratch in held:
+            give_scratch(scratch)
+        return tuple([self._narrowed(self._sinks(x)) if y == SINKS else tables[id(y)] for y in self.request.grads])
 
     @standard
     def _sinks(self, x: Operands) -> np.ndarray:
@@ -127,14 +136,11 @@ class Gradients:
     @standard
     def _narrowed(self, x: np.ndarray) -> np.ndarray:
         """Rounds a sum to the dtype that is returned."""
+        kind = np.float64 if self.problem.storage == "f64" else np.float32
+        if x.dtype == kind:
+            return x
         with np.errstate(all="ignore"):
-            return x.astype(np.float64 if self.problem.storage == "f64" else np.float32, copy=False)
-
-    def _sums(self, x: Operands) -> list[np.ndarray]:
-        """Returns where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
-        if self.problem.storage in ("f32", "f64") or self.problem.partial:
-            return [a.numpy() for a in (x.dq, x.dk, x.dv)]
-        return [np.empty(a.shape, np.float32) for a in (x.dq, x.dk, x.dv)]
+            return x.astype(kind)
 
 
 @standard
@@ -228,6 +234,7 @@ class BackwardCall:
         strides = lies.strides(problem.storage)
         how = schedule_backward(problem, isa, strides, program, tickets, threads, tuning_of(isa))
         self.problem, self.how, self.items = problem, how, _items(problem, lies, tickets.words["range_keys"])
+        self.items_at = self.items.ctypes.data
         shape, wants = shape_of(problem, kind, program, how), how.tuning.threading
         words = how.words | _words(problem, lies, shape.elements) | {"scratch_stride": how.scratch_stride}
         seconds = _guessed_seconds(problem, how, shape.elements)
@@ -240,18 +247,19 @@ class BackwardCall:
         return self.items.nbytes + self.how.tickets.table.nbytes + self.launch.size
 
     def run(
-        self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None, counts: int = 0,
+        self, x: Operands, sums: list[int], seed: int | None, shares: np.ndarray | None = None, counts: int = 0,
         tables: Any = None,
     ) -> None:  # fmt: skip
-        """Fills the gradients. sums: where dq, dk and dv are summed. shares: where gradients of tables are. seed: the
-        caller's, if given. counts: an address of COUNTS, which then are counted. tables: of Launch.tables_at().
+        """Fills the gradients. sums: addresses where dq, dk and dv are summed. shares: where gradients of tables are.
+        seed: the caller's, if given. counts: an address of COUNTS, which then are counted. tables: of
+        Launch.tables_at().
         """
-        lse, d_lse = (None if a is None else np.ascontiguousarray(a.numpy()) for a in (x.lse, x.d_lse))
+        lse, d_lse = x.lse.whole(), None if x.d_lse is None else x.d_lse.whole()
         progress = (ctypes.c_int64 * self.how.tickets.progress)()
-        call = x.q.address, x.k.address, x.v.address, x.out.address, _address(lse), counts, self.items.ctypes.data
+        call = x.q.address, x.k.address, x.v.address, x.out.address, lse.address, counts, self.items_at
         gradients = (
-            x.d_out.address, _address(d_lse), x.dq.address, x.dk.address, x.dv.address, *map(_address, sums),
-            ctypes.addressof(progress), _address(shares),
+            x.d_out.address, 0 if d_lse is None else d_lse.address, x.dq.address, x.dk.address, x.dv.address, *sums,
+            ctypes.addressof(progress), 0 if shares is None else address_of(shares),
         )  # fmt: skip
         more: tuple[Words, ...] = ((GRADIENTS, gradients),)
         if tables:
@@ -264,10 +272,6 @@ def _guessed_seconds(problem: Problem, how: BackwardSchedule, elements: int) -> 
     pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
     flops = pairs * pair_flops(problem, backward=True) * (0.5 if problem.causal else 1.0)
     return flops / (how.tuning.threading.backward_flops * how.isa.lanes(how.storage) * elements)
-
-
-def _address(x: np.ndarray | None) -> int:
-    return 0 if x is None else address_of(x)
 
 
 def _gradient_bytes(problem: Problem) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,14 +13,16 @@ from ...expressions.program import Program
 from ...expressions.tables import Table
 from ...expressions.tree import Node
 from ...host.rounding import standard
+from ...host.shortcuts import address_of
 from ...host.tunings import Ranges
 from ...problem.biases import shares_of
 from ...problem.problem import Problem
 from ..kernels.score_backward import at_positions, by_rows, changes_flow
 from ..memory.records import SHARE_OF
+from ..runtime.launch import take_scratch
 from .backward_schedule import blocks_of_positions, side_by_side
 
-_POSITIONS = 4  # blocks of queries, from which on a share is what is at the same positions
+POSITIONS = 4  # blocks of queries, from which on a share is what is at the same positions
 
 
 class TableSums(NamedTuple):
@@ -40,17 +45,31 @@ class TableSums(NamedTuple):
             return True
         return not self.alone and side_by_side(problem, threads, wants) < 2 * threads
 
-    def new(self, problem: Problem, shares: int) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Makes sums of so many shares, by the tables' ids, and the words by which kernels find them."""
+    def new(
+        self, problem: Problem, shares: int, short: Collection[int]
+    ) -> tuple[dict[int, np.ndarray], np.ndarray, list[Any]]:
+        """Makes sums of so many shares, by the tables' ids, and the words by which kernels find them.
+
+        short: ids of tables whose sums are needed during the call alone; they lie in scratch, which comes third.
+        """
         count = 1 if self.one else shares
         narrow = self.single if self.one and problem.storage != "f64" else frozenset()
-        sums = {id(t): np.zeros((count, *t.shape), _sum_type(t, id(t) in narrow)) for t in self.tables}
+        sums, held = {}, []
+        for t in self.tables:
+            shape, kind = (count, *t.shape), _sum_type(t, id(t) in narrow)
+            if id(t) in short:
+                size = math.prod(shape) * np.dtype(kind).itemsize
+                held.append(take_scratch(size))
+                ctypes.memset(held[-1], 0, size)
+                sums[id(t)] = np.frombuffer(held[-1], kind, math.prod(shape)).reshape(shape)
+            else:
+                sums[id(t)] = np.zeros(shape, kind)
         words = np.zeros((len(self.program.tables), len(SHARE_OF.names)), np.int64)
         for table, slot in self.program.tables.items():
             if id(table) in sums:
                 each = sums[id(table)]
-                words[slot] = each.ctypes.data, 0 if self.one else each.strides[0], each.itemsize
-        return sums, words
+                words[slot] = address_of(each), 0 if self.one else each.strides[0], each.itemsize
+        return sums, words, held
 
 
 def sums_of(problem: Problem, tables: tuple[Table, ...]) -> TableSums | None:
@@ -61,7 +80,7 @@ def sums_of(problem: Problem, tables: tuple[Table, ...]) -> TableSums | None:
     single = frozenset(id(n.value) for n in lookups if _has_one_term(problem, program, n))
     shares = shares_of(sum([t.array.size for t in tables]))
     # where sums have one term, or there would be one share, shares by positions give the same bits
-    few = shares == 1 or blocks_of_positions(problem) >= _POSITIONS or all([id(n.value) in single for n in lookups])
+    few = shares == 1 or blocks_of_positions(problem) >= POSITIONS or all([id(n.value) in single for n in lookups])
     one = few and all([at_positions(program, n) for n in lookups])
     return TableSums(program, tables, shares, single, one, one and all([by_rows(program, n) for n in lookups]))
 
@@ -69,10 +88,12 @@ def sums_of(problem: Problem, tables: tuple[Table, ...]) -> TableSums | None:
 @standard
 def added(shares: np.ndarray) -> np.ndarray:
     """Adds shares, in order."""
+    if len(shares) == 1:
+        return shares[0]
     with np.errstate(all="ignore"):
         for share in shares[1:]:
             shares[0] += share
-    return shares[0] if len(shares) == 1 else shares[0].copy()
+    return shares[0].copy()
 
 
 def _has_one_term(problem: Problem, program: Program, lookup: Node) -> bool:

@@ -88,12 +88,12 @@ class _Task(PairWork):
         k, a = self.k, self.a
         before = k.select(self.range > 0, k.at(self.progress, -8), self.progress)
         wanted = k.select(self.range > 0, turn + 1, k.i64(0))
-        come = super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)
+        come = super().has_come(turn) & (self.done_at(before) >= wanted)
         if self.entries is None:
             return come
         free = a.skew.equals(0) | self.is_first | (turn % a.group).differs(0)
         column = k.select(free, self.progress, k.at(self.progress, self.ranges * -8))
-        return come & (k.fetch_add(column, 0, 0) >= k.select(free, k.i64(0), turn + a.group))
+        return come & (self.done_at(column) >= k.select(free, k.i64(0), turn + a.group))
 
     def work(self) -> None:
         """Panels are packed only where the block sees any of the range, or dQ begins or ends there."""

@@ -21,6 +21,7 @@ from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panels import Panel, PanelWork, Tile
 from .score_backward import changes_flow, entries_tile, needs_raw, score_backward_tile
 from .staging import pack_queries
+from .task import look, pause
 from .visibility import extent, visibility
 
 _SPINS = 64  # looks before a waiting thread lets others run
@@ -76,13 +77,16 @@ class PairWork(PanelWork):
             with k.forever() as enough:
                 enough(self.has_come(turn) | (spins.get() >= _SPINS))
                 spins.set(spins.get() + 1)
-                if self.s.isa.arch == "x86_64":
-                    k.pause()
+                pause(k, self.s.isa)
             if sys.platform != "win32":
                 k.intrinsic("sched_yield", I32)
 
     def has_come(self, turn: Value) -> Value:
-        return self.k.fetch_add(self.progress, 0, 0) >= turn
+        return self.done_at(self.progress) >= turn
+
+    def done_at(self, counter: Value) -> Value:
+        """Counts the steps that are done."""
+        return look(self.k, self.s.isa, counter)
 
     def factor(self) -> Value:
         """Returns the scale of scores."""

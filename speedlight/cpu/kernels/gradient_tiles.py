@@ -20,11 +20,12 @@ from llvmlite import ir
 
 from ...problem.problem import FAR_LSE
 from ..language.prototypes import prototype
+from ..language.reloading import load_again
 from ..language.vector import I64, Function, Module, Value
 from ..memory.shape import Shape
 from ..products.product import outer_product_of
 from .panel_weights import limit_of, sees
-from .softmax import LOG4_E, exp4, lowest_exponent
+from .softmax import LOG4_E, capped, exp4, lowest_exponent
 
 
 def dot_of_panels(module: Module, s: Shape) -> Any:
@@ -60,8 +61,7 @@ class Weights:
         self.far = FAR_LSE["float64" if s.wide else "float32"]
         self.scale = None if s.program and s.program.score else k.splat(p["scale"], s.lanes)
         self.lse, self.delta = (
-            [k.load(s.vector, p["stats"], i * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
-            for i in range(2)
+            [k.load(s.vector, p["stats"], self._stat_at(i, v)) for v in range(s.vectors)] for i in range(2)
         )
         self.limits = [limit_of(k, s, v) for v in range(s.vectors)]
 
@@ -77,9 +77,10 @@ class Weights:
             normal = normal & k.all(k.abs(raw if self.scale else score) < float("inf"))
             normal = normal & k.all(k.abs(self.lse[v]) < self.far)
             products = products & k.all(k.abs(raw) < float("inf")) & k.all(k.abs(flow) < float("inf"))
+        keys = s.elements if s.isa.overwrites_addends else 2  # each has constants of its own: fewer registers are left
         start = k.select(normal, p["full"] & -2, k.i64(0))
-        with k.range(0, start, 2) as j:
-            self._step(j, 2, careful=False)
+        with k.range(0, start, keys) as j:
+            self._step(j, keys, careful=False)
         whole = p["n_keys"] if s.elements == 1 else p["n_keys"] & -s.elements
         with k.range(start, whole, s.elements) as j:
             self._step(j, s.elements, careful=True)
@@ -95,9 +96,9 @@ class Weights:
         each = [(i, v) for i in range(keys) for v in range(s.vectors)]
         at = [(j + i) * s.row_bytes + s.lane_offset(v) for i, v in each]
         scores = [k.load(s.vector, p["scores"], x) for x in at]
-        ps = self._weights(scores, [self.lse[v] for _, v in each], careful)
+        ps = self._weights(scores, [v for _, v in each], careful)
         d_scores = [k.load(s.vector, p["d_scores"], x) for x in at]
-        d_scores = [(dp - self.delta[v]) * y for dp, y, (_, v) in zip(d_scores, ps, each, strict=True)]
+        d_scores = [(dp - self._delta(v)) * y for dp, y, (_, v) in zip(d_scores, ps, each, strict=True)]
         if careful:
             seen = [sees(k, s, x, j + i, self.limits[v]) for x, (i, v) in zip(scores, each, strict=True)]
             ps = [k.select(m, y, k.const(-0.0, s.vector)) for m, y in zip(seen, ps, strict=True)]
@@ -111,19 +112,35 @@ class Weights:
                 these = slice(i * n, (i + s.elements) * n)
                 store_units(k, s, j + i, ps[these], d_scores[these])
 
-    def _weights(self, scores: list[Value], lses: list[Value], careful: bool) -> list[Value]:
+    def _stat_at(self, i: int, v: int) -> int:
+        return i * self.s.row_bytes + self.s.lane_offset(v)
+
+    def _delta(self, v: int) -> Value:
+        """Returns the delta of a vector of lanes, which is loaded again where registers are wanted for constants."""
+        if self.s.isa.overwrites_addends:
+            return load_again(self.k, self.s.vector, self.k.p["stats"], self._stat_at(1, v))
+        return self.delta[v]
+
+    def _less_lse(self, x: Value, v: int) -> Value:
+        """Returns scale · x - lse; or its negative, which is rounded alike, where a lse is overwritten."""
+        k, s = self.k, self.s
+        if self.scale is None:
+            return x - self.lse[v]
+        if s.isa.overwrites_addends:
+            return k.fma(-x, self.scale, load_again(k, s.vector, k.p["stats"], self._stat_at(0, v)))
+        return k.fma(x, self.scale, -self.lse[v])
+
+    def _weights(self, scores: list[Value], vectors: list[int], careful: bool) -> list[Value]:
         """Returns P. The difference is taken before it is scaled: near lse there is then nothing to lose."""
         k, s = self.k, self.s
         most, zero = (k.const(x, s.vector) for x in (512.0 if s.wide else 64.0, 0.0))  # 4 to that power is inf
-        if self.scale is None:
-            xs = [x - lse for x, lse in zip(scores, lses, strict=True)]
-        else:
-            xs = [k.fma(x, self.scale, -lse) for x, lse in zip(scores, lses, strict=True)]
-        xs = [x * LOG4_E for x in xs]
+        xs = [self._less_lse(x, v) for x, v in zip(scores, vectors, strict=True)]
+        negated = s.isa.overwrites_addends and self.scale is not None
+        xs = [x * (-LOG4_E if negated else LOG4_E) for x in xs]
         if careful:
-            mosts = [k.select(k.abs(lse) >= self.far, zero, most) for lse in lses]
-            return exp4(k, s, [k.select(x > y, y, x) for x, y in zip(xs, mosts, strict=True)], any_x=True)
-        ps = exp4(k, s, [k.select(x > most, most, x) for x in xs], any_x=False)
+            mosts = [k.select(k.abs(self.lse[v]) >= self.far, zero, most) for v in vectors]
+            return exp4(k, s, [capped(k, s, x, y) for x, y in zip(xs, mosts, strict=True)], any_x=True)
+        ps = exp4(k, s, [capped(k, s, x, most) for x in xs], any_x=False)
         low = lowest_exponent(s)
         return [k.select(x >= low, y, zero) for x, y in zip(xs, ps, strict=True)]
 

@@ -21,6 +21,7 @@ from ..language.vector import PTR, Function, Module, Value
 from ..memory.shape import Shape
 from ..products.product import product_of
 from .prefetch import fetch_next
+from .softmax import combined_by
 
 _SCORE = "scores* q_panel* keys* key_row n_keys units check* ahead* a* follows prefetch* wide"
 
@@ -64,8 +65,7 @@ class _Checks:
         self.found = [[k.variable(k.const(x, s.vector)) for x in starts] for _ in range(s.vectors)]
 
     def add(self, v: int, scores: list[Value]) -> None:
-        k = self.k
-        for variable, combine in zip(self.found[v], (k.max, lambda a, b: a + b, k.min), strict=True):
+        for variable, combine in zip(self.found[v], combined_by(self.k, self.s), strict=True):
             variable.set(_tree(scores, combine, variable.get()))
 
     def store(self) -> None:

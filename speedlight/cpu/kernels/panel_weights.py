@@ -10,6 +10,7 @@ from llvmlite import ir
 
 from ...problem.problem import TILE
 from ..language.prototypes import prototype
+from ..language.reloading import load_again
 from ..language.vector import F32, I32, I64, Function, Module, Value, vec
 from ..memory.shape import Shape
 from ..products.product import product_of
@@ -104,6 +105,10 @@ class _Weights:
         self.k, self.s, self.c, self.top, self.limits = k, s, c, top, limits
         self.product = product_of(s)
         self.base = [base_of(k, s, t) for t in top]
+        if s.isa.overwrites_addends:
+            for v, (limit, base) in enumerate(zip(limits, self.base, strict=True)):
+                k.store(limit, k.p["check"], s.row_bytes + s.lane_offset(v))
+                k.store(-base, k.p["check"], 2 * s.row_bytes + s.lane_offset(v))
         self.hidden = k.const(-0.0, s.vector)
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
@@ -175,16 +180,28 @@ class _Weights:
         k, s = self.k, self.s
         each = [(i, v) for i in range(keys) for v in range(s.vectors)]
         xs = [k.load(s.vector, k.p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in each]
-        es = [k.fma(x, self.c, -self.base[v]) for x, (_, v) in zip(xs, each, strict=True)]
+        es = [k.fma(x, self.c, self._less_base(v)) for x, (_, v) in zip(xs, each, strict=True)]
         if how == "careful":
             es = clamp_exponents(k, s, es, [self.base[v] for _, v in each])
         ws = exp4(k, s, es, any_x=how == "careful")
         if how != "all":
-            shown = [below(k, s, j + i, self.limits[v]) for i, v in each]
+            shown = [below(k, s, j + i, self._limit(v)) for i, v in each]
             if how == "careful" or s.hides:  # what a mask hides has such a score
                 shown = [y & x.differs(float("-inf")) for x, y in zip(xs, shown, strict=True)]
             ws = [k.select(y, w, self.hidden) for y, w in zip(shown, ws, strict=True)]
         return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
+
+    def _limit(self, v: int) -> Value:
+        """Returns lanes' limits: loaded again where registers are wanted for constants."""
+        if self.s.isa.overwrites_addends:
+            return load_again(self.k, self.s.ivector, self.k.p["check"], self.s.row_bytes + self.s.lane_offset(v))
+        return self.limits[v]
+
+    def _less_base(self, v: int) -> Value:
+        """Returns what is added to an exponent: loaded again where it is overwritten."""
+        if self.s.isa.overwrites_addends:
+            return load_again(self.k, self.s.vector, self.k.p["check"], 2 * self.s.row_bytes + self.s.lane_offset(v))
+        return -self.base[v]
 
     def finish(self, old: list[Value]) -> None:
         """Updates the state. check gets alpha, then what a sum of values starts from: +0, or -0 in a lane that sees

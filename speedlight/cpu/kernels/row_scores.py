@@ -7,7 +7,7 @@ row_weights.py, and so is what lies where.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...problem.problem import TILE
@@ -34,53 +34,64 @@ def score(module: Module, s: Shape) -> Any:
 
 
 def score_rows(module: Module, s: Shape) -> Any:
-    """Scores rows of keys: a vector of keys at a time is transposed in registers, in runs that the product chooses.
+    """Scores rows of keys: a few vectors of keys at a time are transposed in registers, in runs that the product has.
 
     Keys past the end repeat the last one; what they score is never used.
     """
     k = module.function("score_rows", prototype(_SCORE))
     p, n, product = k.p, s.lanes, product_of(s)
-    rows, rest = k.buffer(I64, n), k.buffer(s.unit, n * n)
+    keys_at_once = n * s.tiles.key_vectors
+    rows, rest = k.buffer(I64, keys_at_once), k.buffer(s.unit, n * keys_at_once)
     runs = list(product.key_runs(k, p["head_dim"]))
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
     dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
-    unit_step = k.select(dense, k.i64(n * s.stored_bytes), k.i64(s.stored_bytes))
+    unit_step = k.select(dense, k.i64(keys_at_once * s.stored_bytes), k.i64(s.stored_bytes))
     zero = k.const(0.0, s.vector)
 
-    def transposed(ahead: Value | None, t: Value, run: KeyRun) -> list[Value]:
-        """Loads and transposes units of each row, from unit t on."""
+    def transposed(ahead: Value | None, t: Value, run: KeyRun, first: int) -> list[Value]:
+        """Loads and transposes units of a vector of rows, from unit t on."""
         lane_step, keys = k.select(dense, k.i64(run.bytes), p["key_row"]), []
-        for m in range(n):
-            if ahead is not None:
+        turns = max(1, 64 // run.bytes) if s.tiles.key_vectors > 1 else 1  # each fetches a share of the lines
+        if turns > 1 and ahead is not None:
+            ahead = k.at(ahead, k.select(dense, k.i64(0), t // run.step % turns * p["key_row"]))
+        for m in range(first, first + n):
+            if ahead is not None and m % turns == 0:
                 k.prefetch(k.at(ahead, t * unit_step + lane_step * m), s.fetching.level)
             keys.append(run.load(k.load(PTR, rows, 8 * m), t))
         return k.transpose(keys)
 
     @contextlib.contextmanager
-    def each_row(j: Value) -> Iterator[Callable[[Value, Value], None]]:
-        """Goes on with the sums of each row; yields what adds unit t, of keys and the row's query."""
+    def each_row(j: Value) -> Iterator[Callable[[Value, Sequence[Value]], None]]:
+        """Goes on with the sums of each row; yields what adds unit t, of vectors of keys and the row's query."""
         with k.range(0, p["rows"]) as r:
             at = k.at(p["scores"], r * score_row(s) + j * s.number_bytes)
-            total, query = product.new_sum(k, k.load(s.vector, at)), r * p["units"]
-            yield lambda t, keys: total.add(
-                k.splat(k.load(s.unit, p["queries"], (query + t) * s.number_bytes), n), keys
-            )
-            total.join()
-            k.store(total.get(), at)
+            places = range(0, s.tiles.key_vectors * s.vector_bytes, s.vector_bytes)
+            totals, query = [product.new_sum(k, k.load(s.vector, at, x)) for x in places], r * p["units"]
 
-    with k.range(0, p["count"], n) as j:
-        ahead = k.load(PTR, p["places"], (j + n * s.fetching.groups) * 8) if s.fetching.groups else None
-        for m in range(n):
+            def add(t: Value, keys: Sequence[Value]) -> None:
+                unit = k.splat(k.load(s.unit, p["queries"], (query + t) * s.number_bytes), n)
+                for total, x in zip(totals, keys, strict=True):
+                    total.add(unit, x)
+
+            yield add
+            for total, x in zip(totals, places, strict=True):
+                total.join()
+                k.store(total.get(), at, x)
+
+    with k.range(0, p["count"], keys_at_once) as j:
+        ahead = k.load(PTR, p["places"], (j + keys_at_once * s.fetching.groups) * 8) if s.fetching.groups else None
+        for m in range(keys_at_once):
             k.store(k.load(I64, p["places"], k.min(j + m, p["count"] - 1) * 8), rows, 8 * m)
         with k.range(0, p["rows"]) as r:
-            k.store(zero, p["scores"], r * score_row(s) + j * s.number_bytes)
+            for m in range(0, keys_at_once, n):
+                k.store(zero, p["scores"], r * score_row(s) + (j + m) * s.number_bytes)
         for run in runs:
             with k.range(run.first, run.end, run.step) as t:
-                found = transposed(ahead, t, run)
+                found = [transposed(ahead, t, run, m) for m in range(0, keys_at_once, n)]
                 for i in range(run.step // n):
-                    columns = run.columns(found, i)
+                    columns = [run.columns(x, i) for x in found]
                     with each_row(j) as add:
-                        for u, keys in enumerate(columns):
+                        for u, keys in enumerate(zip(*columns, strict=True)):
                             add(t + (i * n + u), keys)
         _add_rest(k, product, (rows, rest), runs[-1].end, each_row(j))
     return k.finish()
@@ -89,13 +100,15 @@ def score_rows(module: Module, s: Shape) -> Any:
 def _add_rest(k: Function, product: Product, memory: tuple[Value, Value], first: Value, each_row: Any) -> None:
     """Adds the units past whole vectors, of keys at `rows`: they are brought together in `rest`, [unit][key]."""
     p, s, (rows, rest) = k.p, product.s, memory
+    keys = s.lanes * s.tiles.key_vectors
     with k.when(first < p["units"]):
         with k.range(first, p["units"]) as t:
-            for m in range(s.lanes):
+            for m in range(keys):
                 x = product.load_unit(k, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
-                k.store(x, rest, (t - first) * s.vector_bytes + m * s.number_bytes)
+                k.store(x, rest, ((t - first) * keys + m) * s.number_bytes)
         with each_row as add, k.range(first, p["units"]) as t:
-            add(t, k.load(s.units, rest, (t - first) * s.vector_bytes))
+            at = [((t - first) * keys + m) * s.number_bytes for m in range(0, keys, s.lanes)]
+            add(t, [k.load(s.units, rest, x) for x in at])
 
 
 def score_lanes(module: Module, s: Shape) -> Any:
@@ -123,6 +136,8 @@ def score_lanes(module: Module, s: Shape) -> Any:
 
 def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
     """Rows and blocks of a cache whose sums are in registers."""
+    if s.lanes < 4:  # as many sums would need too many registers
+        return tuple([(max(1, rows // 2), max(1, together // 2)) for rows, together in s.tiles.narrow_scores])
     if s.lanes < BLOCK:
         return s.tiles.narrow_scores
     return s.tiles.int8_scores if s.format.is_coded else s.tiles.scores

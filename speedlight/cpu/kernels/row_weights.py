@@ -30,6 +30,7 @@ from .softmax import (
     LARGE,
     base_of,
     clamp_exponents,
+    combined_by,
     divide_row,
     exp4,
     find_largest,
@@ -95,7 +96,7 @@ def _seen(k: Function, s: Shape, steps: Value, x: Value, j: Value) -> tuple[Valu
 def _extent_of_scores(k: Function, s: Shape) -> tuple[Value, Value, Value]:
     """Returns a whole tile's largest score, in all lanes; in each the sum, finite if all are, and the smallest."""
     starts = float("-inf"), 0.0, float("inf")
-    combine = k.max, lambda a, b: a + b, k.min
+    combine = combined_by(k, s)
     found = [k.variable(k.const(x, s.vector)) for x in starts]
     with k.range(0, TILE, 4 * s.lanes) as j:
         xs = [k.load(s.vector, k.p["scores"], (j + i * s.lanes) * s.number_bytes) for i in range(4)]

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import struct
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..language import functions
+from ..language.reloading import load_again, table_of
 from ..language.vector import F32, F64, Function, Module, Value
 from ..memory.shape import Shape
 from ..products.product import product_of
@@ -49,14 +52,29 @@ def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
     fs = [x - r for x, r in zip(xs, rounded, strict=True)]
     coefficients = [c * 2.0**n for n, c in enumerate(product_of(s).exp2_terms, 1)]
     ps = [k.const(coefficients[-1], s.vector)] * len(xs)
-    for c in (*coefficients[-2::-1], 1.0):
-        ps = [k.fma(p, f, k.const(c, s.vector)) for p, f in zip(ps, fs, strict=True)]
+    for addend in _addends(k, s, (*coefficients[-2::-1], 1.0)):
+        ps = [k.fma(p, f, addend()) for p, f in zip(ps, fs, strict=True)]
     ys = [p.bits(s.ivector) + (t.bits(s.ivector) << shift) for p, t in zip(ps, ts, strict=True)]
     if not any_x:
         return [y.bits(s.vector) for y in ys]
-    low, zero = lowest_exponent(s), k.const(0, s.ivector)
-    zeroed = [k.select(x >= low, y, zero).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
+    (low,), zero = _addends(k, s, (lowest_exponent(s),)), k.const(0, s.ivector)
+    zeroed = [k.select(x >= low(), y, zero).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
     return [k.select(x.differs(x), k.abs(x), y) for x, y in zip(xs, zeroed, strict=True)]
+
+
+def _addends(k: Function, s: Shape, values: Sequence[float]) -> list[Callable[[], Value]]:
+    """Returns constants as they are added: loaded each time where they are overwritten."""
+    if not s.isa.overwrites_addends:
+        return [functools.partial(k.const, x, s.vector) for x in values]
+    table = table_of(k, s.vector, values)
+    return [functools.partial(load_again, k, s.vector, table, i * s.vector_bytes) for i in range(len(values))]
+
+
+def combined_by(k: Function, s: Shape) -> tuple[Callable[[Value, Value], Value], ...]:
+    """Returns what finds the largest, the sum and the least of scores: of no use but for the sum where one is NaN."""
+    if s.isa.arch == "aarch64":  # of one instruction each, where a comparison and a choice are two
+        return k.maximum, operator.add, k.minimum
+    return k.max, operator.add, k.min
 
 
 def find_largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
@@ -77,7 +95,15 @@ def base_of(k: Function, s: Shape, top: Value) -> Value:
 def clamp_exponents(k: Function, s: Shape, exponents: list[Value], bases: list[Value]) -> list[Value]:
     """Returns exponents of at most 0 in rows whose maximum is LARGE."""
     zero = k.const(0.0, s.vector)
+    if s.isa.arch == "aarch64":  # others that are visible are near 0 at most
+        caps = [k.select(k.abs(base) >= LARGE, zero, k.const(LARGE, s.vector)) for base in bases]
+        return [k.minimum(e, cap) for e, cap in zip(exponents, caps, strict=True)]
     return [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e, base in zip(exponents, bases, strict=True)]
+
+
+def capped(k: Function, s: Shape, x: Value, most: Value) -> Value:
+    """Returns x, or `most` where that is less; NaN stays."""
+    return k.minimum(x, most) if s.isa.arch == "aarch64" else k.select(x > most, most, x)
 
 
 def rescale_weights(k: Function, s: Shape, weight: Value, scale: Value) -> Value:

@@ -186,6 +186,21 @@ def region(module: Module, task: Any) -> Any:
     return k.finish()
 
 
+def look(k: Function, isa: Isa, counter: Value) -> Value:
+    """Reads a counter that other threads add to; what they wrote before is seen after."""
+    if isa.arch == "x86_64":
+        return k.fetch_add(counter, 0, 0)
+    return Value(k, k.b.load_atomic(counter.x, "acquire", 8, typ=I64))
+
+
+def pause(k: Function, isa: Isa) -> None:
+    """Tells a core that it waits for another."""
+    if isa.arch == "x86_64":
+        k.intrinsic("llvm.x86.sse2.pause", VOID)
+    else:
+        k.intrinsic("llvm.aarch64.hint", VOID, k.const(1, I32))  # yield
+
+
 def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
     """Writes the public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero
     are put aside.
@@ -205,11 +220,11 @@ def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
         k.call(run, k.p["a"])
         k.intrinsic("llvm.aarch64.set.fpcr", VOID, saved)
     share = k.finish()
-    joined(module, share, symbol)
+    joined(module, isa, share, symbol)
     return share
 
 
-def joined(module: Module, share: Any, symbol: str) -> None:
+def joined(module: Module, isa: Isa, share: Any, symbol: str) -> None:
     """Writes the public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
 
     One call for both, because Python sees signals between calls only. Who comes later finds no ticket and touches the
@@ -219,8 +234,8 @@ def joined(module: Module, share: Any, symbol: str) -> None:
     a = k.p["a"]
     k.call(share, a)
     with k.forever() as leave_if:
-        left = k.fetch_add(a, 8 * LEFT, 0)  # before `worker`: then all who had come by that time have left
-        leave_if(left.equals(k.fetch_add(a, 8 * WORKER, 0)))
+        left = look(k, isa, k.at(a, 8 * LEFT))  # before `worker`: then all who had come by that time have left
+        leave_if(left.equals(look(k, isa, k.at(a, 8 * WORKER))))
         if sys.platform != "win32":
             k.intrinsic("sched_yield", I32)
     k.finish()

@@ -21,7 +21,7 @@ from ...host.machine import Isa
 from ...host.tunings import MANY, WAKES
 from ..language.vector import I32, I64, PTR, VOID, Function, Module, Value
 from ..memory.records import Record
-from .task import call_at
+from .task import call_at, pause
 
 # Nanoseconds that a thread looks out for the next region after the end of one, and for that end, before it sleeps.
 # Python takes 10 to 60 µs from one short call to the next: of 50 some sleep, of 20 a third (docs/ladder.md).
@@ -108,7 +108,7 @@ class _Emit:
         end, state = k.variable(begin + _SPIN), k.variable(seen)
         with k.forever() as leave_if:
             with k.range(0, 8):
-                self.pause(k)
+                pause(k, self.isa)
             time = k.call(now, k.i64(_MONOTONIC))
             state.set(_load(k, block, "state"))
             end.set(k.select((state.get() & _OPEN).differs(0), time + _SPIN, end.get()))
@@ -227,7 +227,7 @@ class _Emit:
         with k.forever() as leave_if:
             leave_if(_load(k, block, "left").equals(inside))
             turns.set(turns.get() + 1)
-            self.pause(k)
+            pause(k, self.isa)
             with k.when((turns.get() & 63).equals(0)):  # they may be waiting for this CPU
                 k.intrinsic("sched_yield", I32)
         return k.finish()
@@ -271,12 +271,6 @@ class _Emit:
         team = k.trunc(k.p["threads"], I32), k.const(0, I32)
         call_at(k, k.p["openmp"], _address(k, noting), words, *team)
         k.finish(k.load(I64, words, 8))
-
-    def pause(self, k: Function) -> None:
-        if self.isa.arch == "x86_64":
-            k.pause()
-        else:
-            k.intrinsic("llvm.aarch64.hint", VOID, k.const(1, I32))
 
     def futex(self, k: Function, block: Value, operation: int, value: Value) -> None:
         """Calls futex on the generation: its words are little-endian."""

@@ -45,7 +45,7 @@ def vec(element: ir.Type, count: int) -> ir.VectorType:
 
 # Kept, with their text: most of a module's text is constants, and most of those are alike.
 @functools.lru_cache(maxsize=2048, typed=True)
-def _constant(t: ir.Type, value: float, sign: float) -> ir.Constant:
+def constant(t: ir.Type, value: float, sign: float) -> ir.Constant:
     """`value`, in every lane; `sign` tells zeros apart."""
     return ir.Constant(t, [value] * t.count if isinstance(t, ir.VectorType) else value)
 
@@ -158,6 +158,9 @@ class Value:
         return Value(self.k, self.k.b.bitcast(self.x, t))
 
 
+Body = Callable[[Value], None]  # of a loop, at an index
+
+
 class Variable:
     """A mutable local; LLVM keeps it in a register."""
 
@@ -264,7 +267,7 @@ class Function:
     # --- constants and calls
 
     def const(self, value: float, t: ir.Type) -> Value:
-        return Value(self, _constant(t, value, math.copysign(1.0, value)))
+        return Value(self, constant(t, value, math.copysign(1.0, value)))
 
     def i64(self, value: int) -> Value:
         return self.const(value, I64)
@@ -302,6 +305,14 @@ class Function:
         """a where a < b, else b: with a NaN in either, b."""
         return self.select(a < b, a, b)
 
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger, +0 above -0; NaN if either is."""
+        return self.intrinsic(f"llvm.maximum.{_suffix(a.type)}", a.type, a, b)
+
+    def minimum(self, a: Value, b: Value) -> Value:
+        """The smaller, -0 below +0; NaN if either is."""
+        return self.intrinsic(f"llvm.minimum.{_suffix(a.type)}", a.type, a, b)
+
     def splat(self, a: Value, lanes: int) -> Value:
         t = vec(a.type, lanes)
         undefined = ir.Constant(t, ir.Undefined)
@@ -317,13 +328,10 @@ class Function:
 
     def all(self, condition: Value) -> Value:
         n = condition.x.type.count
-        whole = self.b.bitcast(condition.x, ir.IntType(n))
-        return Value(self, self.b.icmp_unsigned("==", whole, ir.Constant(ir.IntType(n), (1 << n) - 1)))
+        return condition.bits(ir.IntType(n)).equals((1 << n) - 1)
 
     def any(self, condition: Value) -> Value:
-        n = condition.x.type.count
-        whole = self.b.bitcast(condition.x, ir.IntType(n))
-        return Value(self, self.b.icmp_unsigned("!=", whole, ir.Constant(ir.IntType(n), 0)))
+        return condition.bits(ir.IntType(condition.x.type.count)).differs(0)
 
     def zext(self, a: Value, t: ir.Type) -> Value:
         return Value(self, self.b.zext(a.x, t))
@@ -378,10 +386,6 @@ class Function:
         by = amount.x if isinstance(amount, Value) else I64(amount)
         return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, by, "seq_cst"))
 
-    def pause(self) -> None:
-        """Tells an x86 core that it waits for another."""
-        self.intrinsic("llvm.x86.sse2.pause", VOID)
-
     # --- control
 
     def variable(self, initial: Value) -> Variable:
@@ -405,12 +409,16 @@ class Function:
         self.b.branch(head)
         self.b.position_at_end(end)
 
-    def unrolled(self, low: Value | int, high: Value, body: Callable[[Value], None], by: int = 2) -> None:
-        """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not."""
+    def unrolled(self, low: Value | int, high: Value, body: Body, by: int = 2, turn: Body | None = None) -> None:
+        """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not.
+        turn(index), if there is one, takes the place of `by` bodies.
+        """
         start = low if isinstance(low, Value) else self.i64(low)
         middle = start + (high - start) // by * by
         with self.range(start, middle, by) as t:
-            for i in range(by):
+            if turn is not None:
+                turn(t)
+            for i in range(0 if turn else by):
                 body(t + i)
         with self.range(middle, high) as t:
             body(t)
@@ -431,21 +439,24 @@ class Function:
         self.b.branch(body)
         self.b.position_at_end(end)
 
-    @contextlib.contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
-        with self.b.if_then(condition.x):
-            yield
+    def when(self, condition: Value) -> contextlib.AbstractContextManager[Any]:
+        return self.b.if_then(condition.x)
 
-    @contextlib.contextmanager
-    def either(self, condition: Value) -> Iterator[tuple[Any, Any]]:
-        with self.b.if_else(condition.x) as (yes, no):
-            yield yes, no
+    def either(self, condition: Value) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
+        return self.b.if_else(condition.x)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """n vectors of n lanes, transposed in registers: each step exchanges one bit of row number and lane number."""
         n = len(rows)
-        out = list(rows)
-        step = 1
+        out, step = list(rows), 1
+        if n == 4 and element_of(out[0].type) in (F32, I32):  # halves first, as numbers: else LLVM copies
+            wide = [x.bits(vec(F64, 2)) for x in out]
+            halves = [self.shuffle(wide[i % 2], wide[i % 2 + 2], [i // 2, i // 2 + 2]) for i in range(4)]
+            out = [x.bits(out[0].type) for x in halves]
+            for i in (0, 2):
+                a, b = out[i : i + 2]
+                out[i : i + 2] = [self.shuffle(a, b, index) for index in ([0, 4, 2, 6], [1, 5, 3, 7])]
+            return out
         while step < n:
             low = [lane if not lane & step else n + (lane ^ step) for lane in range(n)]
             high = [lane ^ step if not lane & step else n + lane for lane in range(n)]

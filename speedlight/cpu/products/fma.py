@@ -178,7 +178,11 @@ class Fma:
         """Returns multiply_add() in lanes that see the unit, by seen_lanes(), else total: no value that is hidden is
         touched.
         """
-        return k.select(seen, k.fma(value, weight, total), total)
+        if not self.s.isa.overwrites_addends:
+            return k.select(seen, k.fma(value, weight, total), total)
+        # without a copy of the total: 0 · -0 leaves any as it is
+        zero, nothing = k.const(0.0, self.s.vector), k.const(-0.0, self.s.vector)
+        return k.fma(k.select(seen, value, zero), k.select(seen, weight, nothing), total)
 
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
         """Returns whether anything of one unit is visible, and the bits that are, if that may be a part."""

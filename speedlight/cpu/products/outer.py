@@ -10,11 +10,11 @@ the classes that multiply so.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..language.prototypes import prototype
-from ..language.vector import F32, Function, Module, Value, Variable
+from ..language.vector import F32, Function, Module, Value, Variable, vec
 from ..memory.shape import Shape
 
 if TYPE_CHECKING:
@@ -101,23 +101,59 @@ def load_panel_row(k: Function, s: Shape, panel: Value, t: Value, vectors: Seque
     return [k.load(s.units, panel, t * s.row_bytes + s.lane_offset(v)) for v in vectors]
 
 
+def spread(k: Function, s: Shape, row: Value, offset: Value | int, count: int = 1) -> list[Value]:
+    """Loads units that lie side by side, each to all lanes."""
+    if count == 1:
+        return [k.splat(k.load(s.unit, row, offset), s.lanes)]
+    units = k.load(vec(s.unit, count), row, offset)
+    return [k.shuffle(units, units, [i] * s.lanes) for i in range(count)]
+
+
+def spread_columns(k: Function, s: Shape, row: Value, offsets: Sequence[Value | int]) -> Iterator[list[Value]]:
+    """Loads the unit at each offset to all lanes; where those are known to adjoin, as many as a load brings."""
+    adjoin = s.isa.takes_lanes and isinstance(offsets[0], int) and len(offsets) % s.lanes == 0
+    count = s.lanes if adjoin else 1
+    for m in range(0, len(offsets), count):
+        for x in spread(k, s, row, offsets[m], count):
+            yield [x]
+
+
 def add_outer(
     product: OuterProduct,
     k: Function,
     total: Sums,
-    unit: Callable[[int], Value],
-    lanes: list[Value],
+    rows: Iterable[list[Value]],
+    steps: list[list[Value]],
     seen: list[Value] | None = None,
 ) -> None:
-    """Adds one step: unit(row) · lanes; of lanes that have `seen` (of seen_lanes) only what they see."""
-    for m, sums in enumerate(total):
-        x = k.splat(unit(m), product.s.lanes)
-        for i, (one, y) in enumerate(zip(sums, lanes, strict=True)):
-            before = one.get()
-            if seen is None:
-                one.set(product.multiply_add(k, x, y, before))
-            else:
-                one.set(product.multiply_add_seen(k, x, y, before, seen[i]))
+    """Adds steps, one after another: of each row a unit of each step, in all lanes, times the step's lanes; of lanes
+    that have `seen` (of seen_lanes) only what they see.
+    """
+    for sums, units in zip(total, rows, strict=True):
+        for x, lanes in zip(units, steps, strict=True):
+            for i, (one, y) in enumerate(zip(sums, lanes, strict=True)):
+                before = one.get()
+                if seen is None:
+                    one.set(product.multiply_add(k, x, y, before))
+                else:
+                    one.set(product.multiply_add_seen(k, x, y, before, seen[i]))
+
+
+Step = Callable[..., None]  # step(t), or step(t, 2) of two whose units lie side by side in a row
+
+
+def take_two(s: Shape, step: Step, t: Value) -> None:
+    """Takes steps t and t + 1: with one load of both units, where a lane is an operand."""
+    if s.isa.takes_lanes:
+        step(t, 2)
+    else:
+        step(t)
+        step(t + 1)
+
+
+def take_steps(k: Function, s: Shape, first: Value | int, end: Value, step: Step) -> None:
+    """Takes steps [first, end), two in a turn."""
+    k.unrolled(first, end, step, turn=lambda t: take_two(s, step, t))
 
 
 def score(
@@ -126,18 +162,18 @@ def score(
     panel: Value,
     rows: list[Value],
     vectors: Sequence[int],
-    run: Callable[..., None],
+    run: Callable[[Step], None],
 ) -> Sums:
     """Returns scores of a register tile, [key][vector]: one chain of multiply-adds over the units for each.
 
-    `rows`: of keys. run(step) takes step(t) through all units, and may fetch memory meanwhile.
+    `rows`: of keys. run(step) takes the step through all units, and may fetch memory meanwhile.
     """
     s = product.s
     total = new_sums(k, s, len(rows), len(vectors))
 
-    def step(t: Value) -> None:
-        queries = load_panel_row(k, s, panel, t, vectors)
-        add_outer(product, k, total, lambda m: k.load(s.unit, rows[m], t * s.number_bytes), queries)
+    def step(t: Value, count: int = 1) -> None:
+        queries = [load_panel_row(k, s, panel, t + i, vectors) for i in range(count)]
+        add_outer(product, k, total, (spread(k, s, row, t * s.number_bytes, count) for row in rows), queries)
 
     run(step)
     return total
@@ -172,11 +208,11 @@ def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
     last = p["n_keys"] - 1
     rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
 
-    def run(step: Callable[[Value], None]) -> None:
+    def run(step: Step) -> None:
         if s.fetching.rows:
             run_fetching(k, s, j + s.rows, step)
         else:
-            k.unrolled(0, p["units"], step)
+            take_steps(k, s, 0, p["units"], step)
 
     total = score(product, k, p["q_panel"], rows, vectors, run)
     return [_stored_scores(k, s, j, v, [row[i].get() for row in total]) for i, v in enumerate(vectors)]
@@ -194,7 +230,7 @@ def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> l
     return x
 
 
-def run_fetching(k: Function, s: Shape, j: Value, step: Callable[[Value], None]) -> None:
+def run_fetching(k: Function, s: Shape, j: Value, step: Step) -> None:
     """Takes all steps of a register tile. Meanwhile keys from j on are fetched, a row in each of so many parts of the
     sum: a line for every two steps, as more at once would fill the places of misses.
     """
@@ -203,8 +239,7 @@ def run_fetching(k: Function, s: Shape, j: Value, step: Callable[[Value], None])
         row = k.at(ahead, m * k.p["key_row"])
         with k.range(0, part, 2) as t:
             k.prefetch(k.at(row, t * (s.rows * s.number_bytes)))
-            step(m * part + t)
-            step(m * part + t + 1)
+            take_two(s, step, m * part + t)
     with k.range(part * s.rows, k.p["units"]) as t:
         step(t)
 
@@ -253,7 +288,7 @@ def value_tile(product: OuterProduct, module: Module) -> Any:
             row = k.at(values, j * p["value_row"])
             if s.fetching.rows:
                 k.prefetch(k.at(row, p["value_row"] * s.fetching.rows))
-            add_outer(product, k, total, lambda m: k.load(s.unit, row, offsets[m]), weights)
+            add_outer(product, k, total, spread_columns(k, s, row, offsets), [weights])
 
         k.unrolled(p["first"], p["end"], step)
         end_sums(k, s, column, total)
@@ -291,7 +326,7 @@ def predicated_tile(product: OuterProduct, module: Module) -> Any:
             seen = [product.seen_lanes(k, w) for w in weights]
             row = k.at(p["values"], product.step_offset(k, j, p["value_row"]))
             sums = [x[vectors.start :] for x in total]
-            add_outer(product, k, sums, lambda m: k.load(s.unit, row, offsets[m]), weights, seen)
+            add_outer(product, k, sums, spread_columns(k, s, row, offsets), [weights], seen)
 
         wide = k.min(p["wide"], p["end"]) if s.has_narrow_tail else p["end"]
         with k.range(p["first"], wide) as j:

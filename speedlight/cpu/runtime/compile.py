@@ -1,8 +1,7 @@
 """Kernels: their names, object code, and the cache of object files.
 
-A cached kernel is a plain object file, named by a hash of everything that went into it: the specialisation, the
-target, llvmlite's version and the sources of the package. There is no index and no pickle. Nothing is read from a
-directory or file that others could have written; any failure of the cache warns once and the kernel is compiled.
+A cached kernel is a plain object file (kept_files.py), named by a hash of everything that went into it: the
+specialisation, the target, llvmlite's version and the sources of the package. There is no index and no pickle.
 
 In memory the key of a kernel is its structure, so no array stays alive for it; those least recently used are unloaded.
 """
@@ -16,31 +15,30 @@ import hashlib
 import itertools
 import os
 import re
-import stat
 import sys
 import threading
-import warnings
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import ArgumentError, CompileError, UnsupportedError, pass_on, shown
+from ...errors import CompileError, UnsupportedError
 from ...host.llvm import load, process_triple, undisturbed
 from ...host.machine import cpu_name, permit_tiles
 from ...host.rounding import standard
+from .kept_files import cache_directory, check_directory, digest_of, keep, read_content, read_kept, sum_of
 
 if TYPE_CHECKING:
     from ...host.machine import Isa
     from ..kernels.merge import MergeShape
     from ..kernels.replay import ReplayShape
+    from ..kernels.term_sums import TermShape
     from ..kernels.thread_pool import ServingShape
     from ..kernels.tile_test import TileTestShape
     from ..memory.shape import AppendShape, Shape
 
-    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape | TileTestShape
+    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape | TermShape | TileTestShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
@@ -50,7 +48,6 @@ MOST_LOADED = 256  # kernels; then the least recently used is unloaded, once no 
 lock = threading.RLock()
 _loaded: dict[Any, Kernel] = {}
 _turns = itertools.count()  # a clock of uses
-_warned = False
 
 # No fork while a kernel is being made: the child's lock would stay locked.
 if hasattr(os, "register_at_fork"):
@@ -134,6 +131,8 @@ def _module(shape: AnyShape) -> Any:
     match shape.kind:
         case "merge":
             from ..kernels.merge import merge_module as module
+        case "terms":
+            from ..kernels.term_sums import terms_module as module
         case "append":
             from ..kernels.append import append_module as module
         case "forward":
@@ -255,7 +254,7 @@ def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:
     if objects is None:
         module = _module(shape)
         texts = module.parts() if _in_parts(shape.isa) else (str(module),)
-        objects = tuple([compile_ir(shape, text, _host_triple(shape)) for text in texts])
+        objects = tuple([compile_ir(shape, text, host_triple()) for text in texts])
         if path:
             code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
             keep(path, _MAGIC + sum_of(path, code) + hashlib.sha256("".join(texts).encode()).digest() + code)
@@ -267,8 +266,8 @@ def _in_parts(isa: Isa) -> bool:
     return isa.arch == "x86_64" and sys.platform == "linux"
 
 
-def _host_triple(shape: AnyShape) -> str | None:
-    """The object format must be the host's; on Linux it is the level's own."""
+def host_triple() -> str | None:
+    """Returns the triple whose object format is the host's; on Linux it is the unit's own."""
     return None if sys.platform == "linux" else process_triple()
 
 
@@ -279,31 +278,6 @@ ROOMS = ("arrays", "cpu", "errors", "expressions", "host", "problem")
 @functools.cache
 def _sources() -> bytes:
     return digest_of(Path(__file__).parents[2], ROOMS)
-
-
-def digest_of(package: Path, rooms: Collection[str]) -> bytes:
-    """Returns a hash of every source in these folders of the package: changed code never meets an old object.
-
-    Every first call and plan waits for it, some 3 ms: pathlib would take twice as long.
-    """
-    total = hashlib.sha256()
-    for name, path in sorted(x for room in rooms for x in _python_files(f"{package}/{room}", f"{room}/")):
-        with open(path, "rb", buffering=0) as f:
-            source = f.read()
-        total.update(f"{name} {len(source)}\n".encode() + source)
-    return total.digest()
-
-
-def _python_files(folder: str, within: str = "") -> list[tuple[str, str]]:
-    """Name below the package, and path, of each."""
-    found: list[tuple[str, str]] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(".py"):
-                found.append((within + entry.name, entry.path))
-            elif entry.name != "__pycache__" and entry.is_dir():
-                found += _python_files(entry.path, f"{within}{entry.name}/")
-    return found
 
 
 def _digest(shape: AnyShape) -> str:
@@ -320,32 +294,6 @@ def _digest_of(structure: Any) -> str:
 # --- the cache of object files
 
 
-def cache_directory() -> Path | None:
-    """The directory of object files, or None without a cache (SPEEDLIGHT_CACHE=0, or no home directory)."""
-    kept = os.environ.get("SPEEDLIGHT_CACHE", "")
-    if kept not in ("", "0", "1"):
-        raise ArgumentError(f"SPEEDLIGHT_CACHE: expected 0 (keep no kernels) or 1 (keep them); got {shown(kept)}.")
-    if kept == "0":
-        return None
-    named = os.environ.get("SPEEDLIGHT_CACHE_DIR")
-    if named:
-        return Path(named)
-    try:
-        return _users_directory()
-    except RuntimeError:
-        return None
-
-
-def _users_directory() -> Path:
-    """Returns this user's directory for caches on this system."""
-    if sys.platform == "darwin" or sys.platform == "win32":
-        from platformdirs import user_cache_path
-
-        return user_cache_path("speedlight", appauthor=False)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "speedlight"
-
-
 def cache_path(shape: AnyShape) -> Path | None:
     directory = cache_directory()
     return directory and directory / f"{symbol_of(shape)}_{_digest(shape)}.o"
@@ -357,7 +305,7 @@ def cached_kernels() -> dict[Path, int]:
     if directory is None:
         return {}
     try:
-        _check_directory(directory)
+        check_directory(directory)
         return {path: path.stat().st_size for path in sorted(directory.glob("*.o")) if _is_ours(path)}
     except OSError:
         return {}
@@ -368,7 +316,7 @@ def _is_ours(path: Path) -> bool:
     if not _NAME.fullmatch(path.name):
         return False
     try:
-        return _content(path, len(_OURS)) == _OURS
+        return read_content(path, len(_OURS)) == _OURS
     except OSError:
         return False
 
@@ -383,59 +331,6 @@ def clear_kernels() -> int:
     return gone
 
 
-def _warn(what: str, error: object) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"speedlight: the kernel cache {what} ({error}); kernels are compiled in each process. "
-            "Set SPEEDLIGHT_CACHE_DIR to a directory of your own, or SPEEDLIGHT_CACHE=0.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _trusted(info: os.stat_result) -> bool:
-    """Owned by this user, and writable by no other."""
-    return not hasattr(os, "geteuid") or (info.st_uid == os.geteuid() and not info.st_mode & 0o022)
-
-
-def _check_directory(directory: Path) -> None:
-    info = os.lstat(directory)
-    if not stat.S_ISDIR(info.st_mode):
-        raise PermissionError(f"{directory} is not a directory (a symbolic link is not followed)")
-    if not _trusted(info):
-        raise PermissionError(f"{directory} belongs to, or can be written by, somebody else")
-
-
-def _content(path: Path, size: int = 1 << 26) -> bytes:  # far more than a kernel has
-    """Bytes of a regular file that only this user can write. Others are not even opened: a pipe would block."""
-    _check_file(path, os.lstat(path))
-    with open(path, "rb") as f:
-        _check_file(path, info := os.fstat(f.fileno()))
-        return f.read(min(size, info.st_size))
-
-
-def _check_file(path: Path, info: os.stat_result) -> None:
-    if not stat.S_ISREG(info.st_mode):
-        raise PermissionError(f"{path.name} is not a file (a symbolic link is not followed)")
-    if not _trusted(info):
-        raise PermissionError(f"{path.name} belongs to, or can be written by, somebody else")
-
-
-def read_kept(path: Path) -> bytes | None:
-    """A file of the cache, if there is one that only this user could have written."""
-    try:
-        _check_directory(path.parent)
-        return _content(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        pass_on(error, OSError)
-        _warn("cannot be read", error)
-        return None
-
-
 def _objects_in(path: Path, data: bytes) -> tuple[bytes, ...] | None:
     """The object files of a kernel; of a file that is truncated, damaged or another kernel's, None."""
     code = data[_HEADER:]
@@ -443,40 +338,3 @@ def _objects_in(path: Path, data: bytes) -> tuple[bytes, ...] | None:
         return None
     end = 8 + int.from_bytes(code[:8], "little")
     return (code[8:end], code[end:]) if len(code) > end else (code[8:],)
-
-
-def sum_of(path: Path, content: bytes) -> bytes:
-    """Returns a hash of a kept file's name and its content."""
-    return hashlib.sha256(path.name.encode() + b"\n" + content).digest()
-
-
-def keep(path: Path, data: bytes) -> None:
-    """Under a temporary name first, then renamed: a reader sees all of it or none.
-
-    The temporary file is removed whatever happens.
-    """
-    temporary = path.parent / f".new-{os.getpid()}-{os.urandom(8).hex()}"
-    try:
-        _make_directory(path.parent)
-        _check_directory(path.parent)
-        with open(temporary, "xb") as f:
-            if hasattr(os, "fchmod"):
-                os.fchmod(f.fileno(), 0o600)
-            f.write(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        pass_on(error, OSError)
-        _warn("cannot be written", error)
-    finally:
-        try:  # noqa: SIM105 - no Python is called before it, so no signal comes before it
-            os.unlink(temporary)
-        except OSError:
-            pass
-
-
-def _make_directory(directory: Path) -> None:
-    """With missing parents, accessible to this user alone whatever the umask. Existing directories stay as they are."""
-    if not directory.exists():
-        _make_directory(directory.parent)
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700)

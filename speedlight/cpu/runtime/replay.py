@@ -337,10 +337,6 @@ def _keys_of(x: Any, torch: Any) -> int:
     return torch._C._dispatch_keys(x).raw_repr()
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
 def _library(torch: Any, name: str) -> ctypes.CDLL:
     return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
 

@@ -24,7 +24,8 @@ from ..memory.records import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
 from ..memory.shape import Shape
 from ..memory.words import Words
 from ..products.product import product_of
-from .compile import Kernel, _host_triple, begin_product, cache_directory, compile_ir, keep, read_kept
+from .compile import Kernel, begin_product, compile_ir, host_triple
+from .kept_files import cache_directory, keep, read_kept
 from .workers import run_region
 
 _CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times throughput, few enough for registers
@@ -45,7 +46,7 @@ def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
     module = Module("roof")
     _emit_peak(module, s)
     _emit_read(module, isa)
-    code = compile_ir(s, str(module), _host_triple(s))
+    code = compile_ir(s, str(module), host_triple())
     return Kernel("peak", (code,), False), Kernel("read", (code,), False)
 
 
@@ -62,7 +63,7 @@ def _emit_peak(module: Module, s: Shape) -> None:
             product.multiply_often(k, x, y, sums * _UNROLL)
     for i, total in enumerate(sums):
         k.store(total.get(), a, start + 8 * i)
-    _leave(module, k, "peak")
+    _leave(module, s.isa, k, "peak")
 
 
 def _emit_read(module: Module, isa: Isa) -> None:
@@ -80,12 +81,12 @@ def _emit_read(module: Module, isa: Isa) -> None:
                 total.set(total.get() + k.load(wide, base, at + i * isa.vector_bytes))
     for i, total in enumerate(sums):  # each to a place of its own: else LLVM drops all but the last, and their loads
         k.store(total.get(), a, OPERANDS + isa.vector_bytes * i)
-    _leave(module, k, "read")
+    _leave(module, isa, k, "read")
 
 
-def _leave(module: Module, k: Function, symbol: str) -> None:
+def _leave(module: Module, isa: Isa, k: Function, symbol: str) -> None:
     k.fetch_add(k.p["a"], 8 * LEFT, 1)
-    joined(module, k.finish(), symbol)
+    joined(module, isa, k.finish(), symbol)
 
 
 def _timed(kernel: Kernel, limit: int, threads: int, address: int = 0) -> float:

@@ -21,7 +21,7 @@ from ...host.forks import importing
 from ...host.machine import Isa, cpu_identity, host_arch
 from ...host.shortcuts import setting
 from ...host.tunings import LIMITS, Tuning, shipped
-from .compile import cache_directory, digest_of, keep, read_kept, sum_of
+from .kept_files import cache_directory, digest_of, keep, read_kept, sum_of
 
 _MAGIC = b"speedlight tuning 1\n"
 _HEADER = len(_MAGIC) + 32  # then sha256 of the file's name and the rest, which is JSON

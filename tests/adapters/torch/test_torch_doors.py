@@ -123,7 +123,7 @@ CONSTANT = {
 @pytest.mark.parametrize("way", ["jvp", "create_graph", "func.grad"])
 @pytest.mark.parametrize("name", CONSTANT)
 def test_tables_of_arrays_in_further_derivatives(name, way):
-    """Which hold the numbers of a bias, or a mask, of every pair."""
+    """Which hold the numbers of a bias, or a mask, of every pair: as by PyTorch's own operations."""
     q, k, v = (x.detach().requires_grad_(way == "create_graph") for x in tensors())
     i, h = np.arange(12), np.arange(4)[:, None, None]
     far = np.linspace(-1, 1, 4 * 23).reshape(4, 23)[h, i[:, None] - i + 11]
@@ -131,14 +131,18 @@ def test_tables_of_arrays_in_further_derivatives(name, way):
     shown = (np.arange(24).reshape(2, 12) % 12 > 3)[:, None, None, :]
     slope = np.array([0.5, 0.25, 1.0, 0.1])[:, None, None] * (i - i[:, None])
     dense = {
-        "alibi": {"score": torch.from_numpy(slope)}, "relative_bias": {"score": torch.from_numpy(far)},
-        "documents": {"mask": torch.from_numpy(alone)}, "padding": {"mask": torch.from_numpy(shown)},
-        "two": {"score": torch.from_numpy(slope), "mask": torch.from_numpy(alone)},
+        "alibi": (slope, True), "relative_bias": (far, True), "documents": (0.0, alone), "padding": (0.0, shown),
+        "two": (slope, alone),
     }[name]  # fmt: skip
-    ours, theirs = (
-        DERIVED[way](lambda q, k, v, x=x: speedlight.torch.attention(q, k, v, **x), q, k, v)
-        for x in (CONSTANT[name], dense)
-    )
+    bias, seen = map(torch.as_tensor, dense)
+
+    def formula(q, k, v):
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~seen, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    ours = DERIVED[way](lambda q, k, v: speedlight.torch.attention(q, k, v, **CONSTANT[name]), q, k, v)
+    theirs = DERIVED[way](formula, q, k, v)
     close(ours, theirs)
 
 

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from tolerance import assert_within
+from tolerance import assert_equal
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import speedlight as sl
 import speedlight.torch
+from speedlight.autograd import attending
+from speedlight.calls import backward, dense
+from speedlight.expressions.tables import Table
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 F = torch.nn.functional
@@ -40,12 +43,6 @@ def formula(query, key, value, attn_mask=None, is_causal=False, scale=None, enab
         )  # fmt: skip
     empty = (scores == -math.inf).all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0) @ v
-
-
-def assert_equal(got, want, what="out"):
-    """Of two computations in float64."""
-    want = want.detach().numpy()
-    assert_within(got, want, 1e-12 * (1 + np.abs(want)), what, zeros_allowed=True)
 
 
 def drawn(*shape, dtype=torch.float64, seed=0, grad=False):
@@ -265,6 +262,44 @@ def test_refused(name):
     arguments, options, message = REFUSED[name]
     with pytest.raises(sl.Error, match=message):
         attend(*arguments(drawn(2, 3, 4, 8)), **options)
+
+
+@pytest.mark.parametrize("shape", [None, (20, 20), (1, 3, 20, 20), (3, 20, 20), (40, 1, 20, 20)])
+def test_a_recorded_call_of_a_known_form_describes_and_traces_nothing(shape, monkeypatch):
+    """The second of a form, forwards and backwards, of other numbers and other upstream strides: the bits of one that
+    is prepared anew.
+    """
+
+    def results(seed, expanded=False):
+        torch.manual_seed(seed)
+        given = [torch.randn(40, 3, 20, 16, requires_grad=True) for _ in range(3)]
+        given += [] if shape is None else [torch.randn(shape, requires_grad=True)]
+        out = attend(*given)
+        flow = torch.randn(1).expand(out.shape) if expanded else torch.randn(out.shape)
+        return [out.detach(), *torch.autograd.grad(out, given, flow)]
+
+    cases, want = [(1, False), (2, True), (3, False)], []
+    for case in cases:
+        dense._prepared.clear()
+        backward._prepared.clear()
+        want.append(results(*case))
+    for case in cases[:2]:
+        results(*case)
+    for where, name in ((Table, "__init__"), (backward, "describe"), (dense, "describe"), (attending, "settled")):
+        monkeypatch.setattr(where, name, None)
+    for case, those in zip(cases, want, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(results(*case), those, strict=True))
+
+
+def test_a_known_form_of_a_bias_that_is_written_before_backward_is_refused():
+    q, k, v = (drawn(2, 3, 20, 16, dtype=torch.float32, seed=s, grad=True) for s in range(3))
+    for bias in (drawn(20, 20, dtype=torch.float32), drawn(20, 20, dtype=torch.float32, grad=True)):
+        for _ in range(2):
+            out = attend(q, k, v, bias)
+            out.sum().backward(retain_graph=True)
+            bias.detach().add_(1)
+            with pytest.raises((sl.Error, RuntimeError), match="written to since|modified by an inplace operation"):
+                out.sum().backward()
 
 
 def peak(run):

@@ -13,7 +13,7 @@ from speedlight.cpu.kernels.panel_states import _outputs
 from speedlight.cpu.kernels.softmax import Quotients
 from speedlight.cpu.language.vector import I64, PTR, Module
 from speedlight.cpu.memory.shape import Shape
-from speedlight.cpu.runtime.compile import _host_triple, compile_ir
+from speedlight.cpu.runtime.compile import compile_ir, host_triple
 from speedlight.host import machine
 from speedlight.host.llvm import load
 
@@ -32,7 +32,7 @@ def quotients(request):
         k.store(out, k.p["out"], i * 4)
         k.store(k.zext(q.usual([x]), I64), k.p["usual"], i // s.lanes * 8)
     k.finish()
-    code = load((compile_ir(s, str(module), _host_triple(s)),), ("quotients",))
+    code = load((compile_ir(s, str(module), host_triple()),), ("quotients",))
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, ctypes.c_int64)(code["quotients"])
 
     def run(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:

@@ -1,6 +1,7 @@
 """A vector unit that no CPU has, added where units are added, in tables: its bits are those of its base.
 
 AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel.
+Decoding takes two vectors of rows of keys at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from speedlight.host.tunings import Fetching
 BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
 ROW = tunings.RegisterTiles(
     24, (8, 8, 6), ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 1), (1, 1)), ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),),
-    ((6, 3), (8, 2), (8, 1)),
+    ((6, 3), (8, 2), (8, 1)), 2,
 )  # fmt: skip
 
 

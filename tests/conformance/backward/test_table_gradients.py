@@ -20,9 +20,11 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.cpu.engine import backward_call, table_sums
 from speedlight.cpu.engine.backward_schedule import tickets_of_tables
+from speedlight.cpu.engine.term_sums import TermSums
 from speedlight.problem import biases
 from speedlight.problem.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("one_width")  # gradients have panels of their own
 RNG = np.random.default_rng(7)
 Q_HEADS, LENGTH = 4, 420
 SLOPES, ROWS = sl.table(RNG.random(Q_HEADS)), sl.table(RNG.standard_normal((Q_HEADS, 2 * LENGTH)))
@@ -298,22 +300,25 @@ def test_rows_past_q_lengths_do_not_exist(rng):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_bias_that_is_shared_has_the_bits_of_its_shares(monkeypatch, seed):
-    """Broadcast to every item and head, and added by the host: as it is summed where queries are many."""
+    """Broadcast to every item and head, and added afterwards: as it is summed where queries are many."""
     r = np.random.default_rng(seed)
-    batch, kv_heads, group, d = int(r.integers(1, 5)), int(r.integers(1, 4)), int(r.integers(1, 3)), 16
-    heads, rows, keys = kv_heads * group, int(r.choice([5, 60, 197, 400])), int(r.choice([7, 64, 150]))
-    kind = [np.float32, np.float64, np.float16][r.integers(3)]
+    many = seed >= 8  # shares have several terms of an entry, in float64, where their order tells
+    batch, kv_heads, group, d = 40 if many else int(r.integers(1, 5)), int(r.integers(1, 4)), int(r.integers(1, 3)), 16
+    heads, keys = kv_heads * group, int(r.choice([3, 7, 64, 150]))
+    rows = int(r.choice([5, 60] if many else [5, 60, 197, 400]))
+    kind = np.float64 if many else [np.float32, np.float64, np.float16][r.integers(3)]
     q, k = (r.standard_normal((batch, n, m, d)).astype(kind) for n, m in ((heads, rows), (kv_heads, keys)))
     shape = [(rows, keys), (1, heads, rows, keys), (batch, 1, rows, keys), (heads, rows, keys)][seed % 4]
     options = {"score": sl.table(r.standard_normal(shape).astype(np.float32)), "causal": bool(r.integers(2))}
+    options["q_start"] = [None, 100, 180 + 192 * 2][r.integers(3)]
     out, lse = sl.attention(q, k, k, return_lse=True, **options)
     call = q, k, k, out, lse, r.standard_normal(out.shape).astype(kind)
     broadcast = []
-    real = biases.reduced
-    monkeypatch.setattr(sl.calls.backward, "reduced", lambda x, grad: (broadcast.append(x.shape), real(x, grad))[1])
+    real = TermSums.add
+    monkeypatch.setattr(TermSums, "add", lambda sums, x: (broadcast.append(x.shape), real(sums, x))[1])
     found = sl.attention_backward(*call, grads=(options["score"],), **options)
-    monkeypatch.setattr(biases, "_adds_in_order", lambda *_: False)
+    monkeypatch.setattr(biases, "_FEW", 0)
     want = sl.attention_backward(*call, grads=(options["score"],), **options)
-    assert broadcast == [(batch, heads, rows, keys), shape]
+    assert broadcast == [(batch, heads, rows, keys)] * (shape != (batch, heads, rows, keys))
     for a, b in zip((*found[:3], *found[3]), (*want[:3], *want[3]), strict=True):
         assert a.shape == b.shape and a.tobytes() == b.tobytes()

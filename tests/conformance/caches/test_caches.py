@@ -72,6 +72,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dty
             )
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
 def test_what_a_truncated_cache_still_holds_is_never_read(isa, rng, dtype):
     """Also not the other half of an odd last pair, in either kernel."""
@@ -88,7 +89,7 @@ def test_what_a_truncated_cache_still_holds_is_never_read(isa, rng, dtype):
             assert used.attend(0, q[:, :, :n]).tobytes() == fresh.attend(0, q[:, :, :n]).tobytes()
 
 
-@pytest.mark.units
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_score_of_minus_infinity_hides_its_value_when_decoding(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 1, 4, 2, 2, 300, 16, 16)

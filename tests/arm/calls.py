@@ -1,0 +1,141 @@
+"""Whole calls with the kernels for 64-bit Arm return the bits of this machine: `make check-arm`, after check.py.
+
+A call is prepared here, as on Arm. In place of its kernel, that for NEON runs under qemu on a copy of this process's
+memory, at the same addresses; what it changed is changed here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import speedlight as sl
+from speedlight.arrays.dtypes import numpy_dtype
+from speedlight.cpu.runtime import compile
+from speedlight.host import machine
+
+HERE = Path(__file__).parent
+GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
+NEON = machine.isa_named("neon")
+CASES = "plain", "causal", "score", "special", "large", "dropout", "backward", "decode", "cache"
+
+
+class ArmKernel:
+    """A kernel that runs under qemu, in this thread."""
+
+    runs = 0  # of all of them
+    address = ticket = last = 0
+    from_cache = False
+
+    def __init__(self, shape: Any, folder: Path) -> None:
+        self.symbol, self.folder = compile.symbol_of(shape), folder
+        code, self.binary = folder / "kernel.o", folder / self.symbol
+        code.write_bytes(compile.compile_ir(shape, compile.emit(shape)))
+        flags = ["-O2", "-static", f"-DKERNEL={self.symbol}", "-o", str(self.binary)]
+        subprocess.run([GCC, str(HERE / "same_addresses.c"), str(code), *flags, "-lm"], check=True)
+
+    def used(self) -> None:
+        """Is kept."""
+
+    def entry(self, words: int) -> None:
+        ArmKernel.runs += 1
+        places, memory, before = (self.folder / x for x in ("places", "memory", "before"))
+        regions, end = [], 0
+        with open("/proc/self/mem", "rb", buffering=0) as here, open(memory, "wb") as out, open(before, "wb") as copy:
+            for at, size in writable_regions():
+                here.seek(at)
+                try:
+                    data = here.read(size)
+                except OSError:  # pages that nobody may read
+                    continue
+                out.write(data)
+                copy.write(data)
+                regions.append((at, len(data), end))
+                end += len(data)
+        places.write_text("".join([f"{at:x} {size:x} {place:x}\n" for at, size, place in regions]))
+        subprocess.run([QEMU, str(self.binary), str(places), str(memory), f"{words:x}"], check=True)
+        old, new = (np.memmap(x, np.uint64, "r") for x in (before, memory))
+        with open("/proc/self/mem", "r+b", buffering=0) as here:
+            for at, size, place in regions:
+                part = slice(place // 8, (place + size) // 8)
+                for i in np.flatnonzero(old[part] != new[part]):
+                    here.seek(at + 8 * int(i))
+                    here.write(new[part][i].tobytes())
+
+    joined = entry
+
+
+def writable_regions() -> list[tuple[int, int]]:
+    """Addresses and bytes of the memory of this process that arrays may lie in."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        ends, rights, _, _, _, *name = line.split()
+        first, last = (int(x, 16) for x in ends.split("-"))
+        if rights.startswith("rw") and name in ([], ["[heap]"]):
+            found.append((first, last - first))
+    return found
+
+
+def results(case: str, dtype: str, seed: int) -> list[np.ndarray]:
+    """Arrays that a call of a kind returns, on the unit that SPEEDLIGHT_ISA names."""
+    rng, kind = np.random.default_rng(seed), numpy_dtype(dtype)
+    rows = 3 if case in ("decode", "cache") else 75
+    shapes = (1, 4, rows, 36), (1, 2, 270, 36), (1, 2, 270, 24), (1, 4, rows, 24)
+    q, k, v, flow = (rng.standard_normal(x).astype(kind) for x in shapes)
+    if case == "special":
+        for x in (q, k, v):
+            for value in (np.inf, np.nan, 1e-38):
+                x[rng.random(x.shape) < 0.003] = value
+    if case == "cache":
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=36, value_dim=24, capacity=512, dtype=dtype)
+        unit = os.environ["SPEEDLIGHT_ISA"]
+        os.environ["SPEEDLIGHT_ISA"] = "avx2"  # which stores the same
+        cache.append(0, k, v)
+        os.environ["SPEEDLIGHT_ISA"] = unit
+        return list(cache.attend(0, q, return_lse=True))
+    options: dict[str, Any] = {
+        "score": {"score": sl.softcap(3.0), "mask": sl.window(70, 3) | sl.dilated(5)},
+        "large": {"scale": 1e7},
+        "dropout": {"dropout": 0.25, "seed": 3},
+    }.get(case, {})
+    options |= {"causal": case not in ("plain", "large")}
+    out, lse = sl.attention(q, k, v, return_lse=True, **options)
+    if case not in ("backward", "special", "score"):
+        return [out, lse]
+    return [out, lse, *sl.attention_backward(q, k, v, out, lse, flow, **options)]
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns whether two arrays have the same bits, of NaN that it is one."""
+    missing = np.isnan(a.astype(np.float64)), np.isnan(b.astype(np.float64))
+    bits = [np.where(x, 0, y.view(f"u{y.itemsize}")) for x, y in zip(missing, (a, b), strict=True)]
+    return np.array_equal(*missing) and np.array_equal(*bits)
+
+
+def main() -> None:
+    sl.set_threads(1)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        make, runnable, parts = compile._make, machine.runnable_isas(), Path(folder)
+        vars(compile)["_make"] = lambda s: ArmKernel(s, parts) if s.isa.arch == "aarch64" else make(s)
+        vars(machine)["runnable_isas"] = lambda: (*runnable, NEON)
+        wrong = 0
+        for n, case in enumerate(CASES):
+            for dtype in ("float32", "float64", "float16", "bfloat16"):
+                found, before = [], ArmKernel.runs
+                for unit in ("avx2", "neon"):
+                    os.environ["SPEEDLIGHT_ISA"] = unit
+                    found.append(results(case, dtype, n))
+                fine = ArmKernel.runs > before and all(same(a, b) for a, b in zip(*found, strict=True))
+                wrong += not fine
+                print(f"{case:9} {dtype:9} {'same bits' if fine else 'DIFFERENT'}", flush=True)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
