@@ -75,9 +75,9 @@ def peak(cpu: str) -> float:
 # --- kernels
 
 
-def _listing(kind: Kind, storage: str, vectors: int = 0, *, cached: bool = False) -> str:
+def _listing(kind: Kind, storage: str, vectors: int = 0, *, cached: bool = False, unit: str = "neon") -> str:
     """Returns a kernel's hot loops on Arm; of decoding those that take one row of queries."""
-    neon = isa_named("neon")
+    neon = isa_named(unit)
     tuning = shipped(neon)
     tiles = tuning.register_tiles(neon)
     tiles = replace(tiles, narrow_scores=tiles.narrow_scores[-1:])
@@ -85,20 +85,33 @@ def _listing(kind: Kind, storage: str, vectors: int = 0, *, cached: bool = False
 
 
 def main_loop(listing: str, function: str, height: int = 1) -> Loop:
-    """Returns the loop of a function with the most multiply-adds; height 2: with another inside."""
+    """Returns the loop of a function with the most multiply-adds, the shortest; height 2: with another inside."""
     found = [x for x in loops_of(listing) if x.function == function and x.height == height]
-    return max(found, key=lambda x: x.products)
+    return max(found, key=lambda x: (x.products, -len(x.body)))
+
+
+def forward_cycles(storage: str, dim: int, cpu: str, unit: str = "neon", vectors: int = VECTORS) -> float:
+    """Returns the cycles of a vector of queries in a tile of keys that all of them see."""
+    rows, text, quads = 8, _listing("forward", storage, vectors, unit=unit), unit == "neonbf16"
+    score, value, weigh = (main_loop(text, x) for x in ("score_tile", "value_tile", "softmax_tile"))
+    checks = max(blocks_of(text, "score_tile"), key=lambda x: (sum(y.startswith("\tfmax") for y in x), -len(x)))
+    spent = TILE / rows * cycles(tuple(checks), cpu) + TILE / 2 * cycles(weigh.body, cpu)
+    products = TILE * dim * vectors / (4 if quads else 1)
+    spent += sum(products * cycles(x.body, cpu) / x.products for x in (score, value))
+    if quads:  # weights become operands
+        packed = next(x for x in loops_of(text) if x.function == "value_tile" and not x.products)
+        spent += TILE / 4 * cycles(packed.body, cpu)
+    return spent / vectors
 
 
 def forward_share(storage: str, dim: int, cpu: str) -> float:
-    """Returns the share of the peak that a panel reaches in a tile of keys that all its queries see."""
-    vectors, rows = VECTORS, 8
-    text = _listing("forward", storage, vectors)
-    score, value, weigh = (main_loop(text, x) for x in ("score_tile", "value_tile", "softmax_tile"))
-    checks = max(blocks_of(text, "score_tile"), key=lambda x: sum(y.startswith("\tfmax") for y in x))
-    spent = TILE / rows * cycles(tuple(checks), cpu) + TILE / 2 * cycles(weigh.body, cpu)
-    spent += sum(TILE * dim * vectors * cycles(x.body, cpu) / x.products for x in (score, value))
-    return 2 * TILE * dim * vectors / peak(cpu) / spent
+    """Returns the share of the peak that a panel reaches."""
+    return 2 * TILE * dim / peak(cpu) / forward_cycles(storage, dim, cpu)
+
+
+def forward_speed(dim: int, cpu: str) -> float:
+    """Returns how many times as fast as float32's bfloat16's own instructions are."""
+    return forward_cycles("f32", dim, cpu) / forward_cycles("bf16", dim, cpu, "neonbf16", 3)
 
 
 def backward_share(storage: str, dim: int, cpu: str) -> float:
@@ -133,6 +146,9 @@ def rows() -> list[tuple[str, list[str]]]:
             for dim in (64, 128):
                 each = [f"{100 * share(storage, dim, cpu):.0f} %" for cpu in CPUS]
                 found.append((f"{name}, {dtype}, head_dim {dim}", each))
+    for dim in (64, 128):  # Neoverse N1 has none
+        each = ["–" if cpu == "neoverse-n1" else f"{forward_speed(dim, cpu):.1f} x float32" for cpu in CPUS]
+        found.append((f"forward, bfloat16 on neonbf16, head_dim {dim}", each))
     for cached in (True, False):
         for storage, dtype in (("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16")):
             rates = [decode_rates(storage, cached, cpu) for cpu in CPUS]

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 import speedlight as sl
-from speedlight.host.machine import host_isas, isa_named
+from speedlight.host.machine import isa_named, runnable_isas
 
 FILE = Path(__file__).with_name("golden.json")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -234,6 +234,8 @@ def mismatches(known: dict[str, str], unit: str) -> list[str]:
     os.environ["SPEEDLIGHT_ISA"] = unit
     wrong = []
     for name, dtype, run in cases():
+        if isa_named(unit).asked and dtype != "bfloat16":  # all else is as on another unit
+            continue
         key = f"{class_of(dtype, unit)}: {name}"
         found = digest(run())
         if known.setdefault(key, found) != found:
@@ -244,8 +246,9 @@ def mismatches(known: dict[str, str], unit: str) -> list[str]:
 def main() -> int:
     known = {} if "--write" in sys.argv else json.loads(FILE.read_text())
     before = len(known)
-    wrong = [f"{isa.name}: {x}" for isa in host_isas() for x in mismatches(known, isa.name)]
-    print("\n".join(wrong) or f"{len(known)} hashes, the same bits on {', '.join(isa.name for isa in host_isas())}")
+    units = [x.name for x in runnable_isas() if not x.asked or x.dot("bfloat16") == "odd"]
+    wrong = [f"{unit}: {x}" for unit in units for x in mismatches(known, unit)]
+    print("\n".join(wrong) or f"{len(known)} hashes, the same bits on {', '.join(units)}")
     if "--write" in sys.argv and not wrong:
         FILE.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
     elif len(known) != before:

@@ -48,7 +48,7 @@ class Isa:
     @property
     def is_native(self) -> bool:
         """Has the instructions of its products, and does not compute their bits by others."""
-        return self.has_tiles or not any([PRODUCTS[product].dot == "tiles" for _, product in self.products])
+        return not self.name.endswith("-software")
 
     @property
     def has_tiles(self) -> bool:
@@ -87,14 +87,21 @@ class Steps(NamedTuple):
     rows: int = 0  # keys, or columns of values, that are multiplied at once; 0: as many as a register tile has
     gradients: str = ""  # the product of gradients, where it is another
     dot: bool | str = False  # its class of bits, as reference.error_bound() takes it
+    packed: int = 1  # units that lie together in a packed row of queries or keys: zeros fill it up
 
 
 # by name; host/tunings.py has a field of the same name
-PRODUCTS = {"fma": Steps(1), "pairs": Steps(2, dot=True), "amx_tiles": Steps(2, 16, 32, "fma", "tiles")}
+PRODUCTS = {
+    "fma": Steps(1),
+    "pairs": Steps(2, dot=True),
+    "amx_tiles": Steps(2, 16, 32, "fma", "tiles", 16),
+    "odd_pairs": Steps(2, 1, 8, "fma", "odd", 2),
+}
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
-_BF16, _TILES = (("bf16", "pairs"),), (("bf16", "amx_tiles"),)
+_BF16, _TILES, _ODD = (("bf16", "pairs"),), (("bf16", "amx_tiles"),), (("bf16", "odd_pairs"),)
+_AVX2 = ("avx2", "fma", "f16c")
 _AMX = "+amx-tile,+amx-bf16,+avx512bf16,-prefer-256-bit"
 _HAS_AMX = (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16")
 # best first:
@@ -103,10 +110,13 @@ ISAS = (
     Isa("amx",        "x86_64",  64, 32, "x86-64-v4", _AMX,                          _HAS_AMX,                 _TILES),
     Isa("avx512bf16", "x86_64",  64, 32, "x86-64-v4", "+avx512bf16,-prefer-256-bit", (*_AVX512, "avx512bf16"), _BF16),
     Isa("avx512",     "x86_64",  64, 32, "x86-64-v4", "-prefer-256-bit",             _AVX512),
-    Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            ("avx2", "fma", "f16c")),
+    Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            _AVX2),
     Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ("neon",)),
-    # the bits of "amx" on any AVX-512, slowly
+    # nobody has measured it on a machine
+    Isa("neonbf16",   "aarch64", 16, 32, "generic",   "+neon,+bf16",                 ("neon", "bf16"), _ODD, True),
+    # the bits of "amx" on any AVX-512, and of "neonbf16" on any AVX2, slowly
     Isa("amx-software", "x86_64", 64, 32, "x86-64-v4", "-prefer-256-bit",            _AVX512, _TILES, asked=True),
+    Isa("neonbf16-software", "x86_64", 16, 32, "x86-64-v3", "",                      _AVX2, _ODD, asked=True),
 )  # fmt: skip
 # LLVM's names of what Arm's CPUs have, where Linux ("Features") and macOS (hw.optional.arm.FEAT_…) have others
 _ARM_LINUX = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asimdfhm": "fp16fml", "atomics": "lse",

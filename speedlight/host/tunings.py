@@ -121,6 +121,7 @@ class Tuning:
     fma: Blocking  # by what multiplies
     pairs: Blocking
     amx_tiles: Blocking
+    odd_pairs: Blocking
     fetching: Fetching
     decoding: Decoding
     ranges: Ranges
@@ -129,7 +130,8 @@ class Tuning:
 
     def blocking(self, product: str) -> Blocking:
         """Returns the row of a product of machine.PRODUCTS; KeyError where none was measured for it."""
-        return {"fma": self.fma, "pairs": self.pairs, "amx_tiles": self.amx_tiles}[product]
+        known = {"fma": self.fma, "pairs": self.pairs, "amx_tiles": self.amx_tiles, "odd_pairs": self.odd_pairs}
+        return known[product]
 
     @property
     def origin(self) -> Origin:
@@ -189,6 +191,7 @@ _PAIRS = {
 }  # fmt: skip
 # Of AMX's tiles two vectors of queries share each tile of keys; Intel's CPUs alone have them.
 _AMX_TILES = Blocking((0.60, 1.00, 0.70), 12, 6_400_000_000, 8, 8)
+_ODD_PAIRS = Blocking((0.65, 0.97, 1.00), 8, 3_200_000_000, 8, 8)  # as llvm-mca predicts
 
 # A Zen 5 reads a fifth faster with it. On a Zen 4 what is fetched to the first level takes the place of what is being
 # missed there, 24 lines at once: 16 KiB ahead to the second level reads up to half faster (docs/ladder.md). An Intel
@@ -227,6 +230,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     "fma": _BLOCKS,
     "pairs": _BLOCKS,
     "amx_tiles": _BLOCKS,
+    "odd_pairs": _BLOCKS,
     "fetching": {
         "groups": (0, 2), "keys": (0, 16), "cache_bytes": (0, 65536), "cache_blocks": (0, 24), "twice": (0, 1),
         "level": (1, 3), "alone": (0, 1), "rows": (0, 64),
@@ -236,9 +240,12 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
 }  # fmt: skip
 
 TUNINGS = {
-    x: Tuning(x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _AMX_TILES, _FETCHING[x], _DECODING, _RANGES, _THREADING[x])
+    x: Tuning(
+        x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _AMX_TILES, _ODD_PAIRS,
+        _FETCHING[x], _DECODING, _RANGES, _THREADING[x],
+    )
     for x in FAMILIES
-}
+}  # fmt: skip
 
 
 def shipped(isa: Isa) -> Tuning:

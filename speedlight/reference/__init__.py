@@ -213,7 +213,8 @@ def error_bound(
         q, k, v, **options: as for `attention`.
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
             Default: what roundings of these very numbers come to at most, to first order: several times less.
-        dot: bfloat16 by the dot instruction, where k and v are of q's dtype; "tiles": by tiles (AMX).
+        dot: bfloat16 by the dot instruction, where k and v are of q's dtype; "tiles": by tiles (AMX); "odd": by Arm's
+            instructions.
         int8: k and v are codes · scales of a cache of codes (int8, float8_e4m3fn), as its keys() and values() give
             them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
@@ -226,7 +227,7 @@ def error_bound(
     >>> bool((sl.reference.error_bound(x, x, x).out < 1e-5).all())
     True
     """
-    for name, x in (("proven", proven), ("dot", dot != "tiles" and dot), ("int8", int8)):
+    for name, x in (("proven", proven), ("dot", dot not in ("tiles", "odd") and dot), ("int8", int8)):
         check_flag(name, x)
     tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:

@@ -40,7 +40,7 @@ class Arithmetic:
 
     problem: Problem
     proven: bool = False  # the worst for any values, else to first order for these
-    dot: bool | str = False  # bfloat16 by the dot instruction; "tiles": by tiles
+    dot: bool | str = False  # bfloat16 by the dot instruction; "tiles": by tiles; "odd": by Arm's
     int8: bool = False  # keys and values are codes · scales, of whatever codes
     tile: int | None = None  # keys of a GPU's blocks
     precision: str = "ieee"  # of float32 products there
@@ -98,6 +98,11 @@ class Arithmetic:
     def tiles(self) -> bool:
         """Sums of bfloat16 are made of sums over CHUNK elements."""
         return self.dot == "tiles"
+
+    @property
+    def odd(self) -> bool:
+        """Sums of bfloat16 are of pairs, rounded to odd: by up to two units each."""
+        return self.dot == "odd"
 
     @property
     def deepest(self) -> float:
@@ -164,7 +169,7 @@ def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
     """Returns bounds that cannot be exceeded, whatever the values are."""
     error = x.errors.max(axis=1, keepdims=True) + a.u * x.depth.max(axis=1, keepdims=True)
     shared = error + _powers(a, x) + a.u_weights
-    sums = a.u * 2 * min(keys, TILE) + _merging(a, x)
+    sums = a.u * 2 * (min(keys, TILE) + 3 * a.odd) + _merging(a, x)
     relative = np.expm1(1.01 * (2 * shared + sums + _dividing(a))) * (1 + a.u_out) + a.u_out
     out = np.where(np.isinf(relative), np.inf, relative * x.mean)  # even where the mean is 0
     return out, 1.01 * (shared + sums) + 4 * a.u * x.logs
@@ -182,7 +187,8 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     out, square = (x.weight * x.factors) @ v, (x.weight * x.factors * x.factors) @ (v * v)
     deviation = np.sqrt(np.maximum(square - out * out, 2.0**-50 * square))
     rms = np.sqrt((x.weight * shared * shared).sum(axis=1, keepdims=True))
-    chain = chain_of_values = x.weight * _chain_steps(x.visible, len(head.k))
+    steps_of = _pair_steps if a.odd else _chain_steps
+    chain = chain_of_values = x.weight * steps_of(x.visible, len(head.k))
     if a.tiles:
         chain_of_values = x.weight * _tile_steps(x.visible, len(head.k))
     steps = chain.sum(axis=1, keepdims=True)
@@ -227,6 +233,15 @@ def _chain_steps(visible: np.ndarray, keys: int) -> np.ndarray:
     return np.pad(later, ((0, 0), (0, visible.shape[1] - keys)))
 
 
+def _pair_steps(visible: np.ndarray, keys: int) -> np.ndarray:
+    """[q_len, keys]: _chain_steps where pairs are added, and both roundings of one are of two units at most."""
+    pairs = np.zeros((len(visible), -(-keys // TILE), TILE // 2, 2))
+    pairs.reshape(len(visible), -1)[:, :keys] = visible[:, :keys]
+    later = pairs.max(axis=3)[:, :, ::-1].cumsum(axis=2)[:, :, ::-1]
+    steps = np.repeat(2 * (later + 1), 2, axis=2).reshape(len(visible), -1)[:, :keys]
+    return np.pad(steps, ((0, 0), (0, visible.shape[1] - keys)))
+
+
 def _tile_steps(visible: np.ndarray, keys: int) -> np.ndarray:
     """[q_len, keys]: how many roundings a key's value times its weight goes through in its tile: in a chain of every
     second key of its chunk, where two of these join, and where its chunk and later ones join the sum.
@@ -254,14 +269,14 @@ def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray
     p, u, q, k = a.problem, a.u, np.abs(head.q), np.abs(head.k)
     size = q @ k.T * (max(abs(p.scale), a.normal * 2) if p.scale else 0.0)
     if a.proven:
-        d = p.head_dim + p.head_dim % 2 * bool(a.dot)
+        d = p.head_dim + p.head_dim % 2 * bool(a.dot) + 2 * a.odd
         off = u * (d + 2 + 2 * a.int8 + (p.score is not None)) * size
     elif a.tile:
         off = on_tensor_cores(a, size, p.head_dim, products)
     else:
-        sums = tile_sums(head.q, head.k) if a.tiles else partial_sums(head.q, head.k)
-        off = u * (sums * abs(p.scale) + (2 + (a.dot is True) + 2 * a.int8) * size)
-    off += (p.head_dim + a.tiles * 2 * -(-p.head_dim // CHUNK)) * a.tiny * abs(p.scale)
+        sums = tile_sums(head.q, head.k) if a.tiles else partial_sums(head.q, head.k, 1 + a.odd)
+        off = u * ((1 + a.odd) * sums * abs(p.scale) + (2 + (a.dot is True) + 2 * (a.int8 or a.odd)) * size)
+    off += (p.head_dim * (1 + a.odd) + a.tiles * 2 * -(-p.head_dim // CHUNK)) * a.tiny * abs(p.scale)
     return off + flushed(a, q, k) * abs(p.scale)
 
 
@@ -290,8 +305,8 @@ def flushed(a: Arithmetic, x: np.ndarray, y: np.ndarray) -> Any:
     return small_x @ y.T + x @ small_y.T if small_x.any() or small_y.any() else 0.0
 
 
-def partial_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Σ over the chain of |partial sum|: each is rounded by one unit at most."""
+def partial_sums(q: np.ndarray, k: np.ndarray, step: int = 1) -> np.ndarray:
+    """Σ over the chain of |partial sum|, each of `step` more elements: each is rounded by one unit at most."""
     total, columns = np.zeros((len(q), len(k))), np.ascontiguousarray(k.T)
     for start in range(0, len(q), 32):  # rows that stay in a cache
         rows, sums = q[start : start + 32], total[start : start + 32]
@@ -299,7 +314,8 @@ def partial_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
         for t, column in enumerate(columns):
             np.multiply(rows[:, t, None], column[None], out=product)
             partial += product
-            sums += np.abs(partial, out=product)
+            if (t + 1) % step == 0 or t + 1 == len(columns):
+                sums += np.abs(partial, out=product)
     return total
 
 
@@ -324,5 +340,6 @@ def _floor(a: Arithmetic, x: _Softmax, keys: int) -> Any:
     # weights of the GPU are float16 there
     lost = 2.0**-25 if a.tile and a.problem.dtype == "float16" else a.normal
     left = 1 / a.problem.dropout_divisor
-    floor = TINY[a.problem.dtype] + a.tiny * (2 * (keys + 1)) * left + lost * ((x.visible * x.factors) @ x.values)
+    sums = a.tiny * (2 * (keys + 1) + a.odd * keys) * left
+    floor = TINY[a.problem.dtype] + sums + lost * ((x.visible * x.factors) @ x.values)
     return floor + (x.weight * x.factors) @ np.where(x.values < a.normal, x.values, 0) if a.dot else floor

@@ -253,7 +253,7 @@ def _blocks(dtype: str, part: str) -> Iterator[Trial]:
 def _worths(tuning: Tuning, part: str) -> dict[str, Parts]:
     """Returns what panels of one, two and three vectors are worth to any family, with four and eight of them."""
     now, found = getattr(tuning, part), {}
-    for worth in dict.fromkeys(x.worth for t in TUNINGS.values() for x in (t.fma, t.pairs, t.amx_tiles)):
+    for worth in dict.fromkeys(x.worth for t in TUNINGS.values() for x in (t.fma, t.pairs, t.amx_tiles, t.odd_pairs)):
         best = sorted((1, 2, 3), key=lambda n: -worth[n - 1])
         for panels in (4, 8):
             if (worth, panels) != (now.worth, now.panels):

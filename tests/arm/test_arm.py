@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from conftest import FULL
 
@@ -9,6 +11,7 @@ import speedlight as sl
 from speedlight.cpu.kernels.merge import MergeShape
 from speedlight.cpu.kernels.term_sums import TermShape
 from speedlight.cpu.kernels.thread_pool import ServingShape
+from speedlight.cpu.kernels.tile_test import TileTestShape
 from speedlight.cpu.memory.shape import AppendShape, Shape, Source
 from speedlight.cpu.runtime.compile import compile_ir, emit
 from speedlight.expressions.program import Program
@@ -26,6 +29,25 @@ def test_kernels_compile_for_arm(storage, cached):
         Shape("forward", isa_named("neon"), storage, 2, program, cached, dropout=cached),
     ):
         assert compiles(shape)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_bfloat16_has_instructions_of_its_own(cached):
+    unit, program = (
+        isa_named("neonbf16"),
+        Program("both", (sl.window(30, 0) | sl.dilated(3)).root, sl.softcap(2.0).root),
+    )
+    for kind, vectors, name in (("forward", 3, "bfmmla"), ("decode", 0, "bfdot")):
+        for shape in (
+            Shape(kind, unit, "bf16", vectors, program, cached),
+            Shape(kind, unit, "bf16", vectors, None, cached),
+        ):
+            assert f"\t{name}\t" in compile_ir(shape, emit(shape), assembly=True)
+            assert compiles(replace(shape, dropout=True))
+
+
+def test_the_first_use_of_its_instructions_compiles_for_arm():
+    assert compiles(TileTestShape(isa_named("neonbf16")))
 
 
 def test_float8_compiles_for_arm():

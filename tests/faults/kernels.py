@@ -179,6 +179,27 @@ MUTATIONS = (
         "tests/conformance/attention/test_tiles.py -k few_rows_have",
     ),
     Mutation(
+        "of a quad of bfloat16 the second pair is added first",
+        "cpu/products/odd_dots.py",
+        "    for pair in (0, 1):",
+        "    for pair in (1, 0):",
+        "tests/conformance/attention/test_odd_pairs.py -k 'specified or few_rows_leave'",
+    ),
+    Mutation(
+        "a quad of bfloat16 has half of its keys hidden",
+        "cpu/products/odd_pairs.py",
+        "clear + ((full - clear) & -2)",
+        "clear + ((full - clear + 1) & -2)",
+        "tests/conformance/attention/test_odd_pairs.py -k not_finite",
+    ),
+    Mutation(
+        "sums that are exact are rounded to odd",
+        "cpu/products/odd_dots.py",
+        "inexact = (k.abs(rest) > 0.0) & (bits & 1).equals(0)",
+        "inexact = (k.abs(rest) >= 0.0) & (bits & 1).equals(0)",
+        "tests/conformance/attention/test_odd_pairs.py -k specified",
+    ),
+    Mutation(
         "keys before the first that a mask shows of a chunk are taken for visible",
         "cpu/kernels/decode.py",
         "(clear > first) & begin.equals(first)",

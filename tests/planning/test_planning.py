@@ -385,7 +385,8 @@ def test_a_plan_measures_when_it_is_asked_for_roofs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("unit", "backward", "kind"), [("amx", False, "bf16"), ("amx", True, "f32"), ("amx-software", False, "f32")]
+    ("unit", "backward", "kind"),
+    [("amx", False, "bf16"), ("amx", True, "f32"), ("amx-software", False, "f32"), ("neonbf16", False, "bf16")],
 )
 def test_a_plan_of_tiles_has_the_peak_of_what_multiplies(unit, backward, kind, monkeypatch):
     """Tiles that vectors compute take minutes to measure, and gradients use none."""

@@ -114,6 +114,12 @@ def test_structured_problems(kind):
         one_problem(rng, kind)
 
 
+@pytest.mark.parametrize("unit", [x.name for x in runnable_isas() if x.dot("bfloat16") == "odd"])
+def test_structured_problems_rounded_to_odd(unit, monkeypatch):
+    monkeypatch.setenv("SPEEDLIGHT_ISA", unit)
+    test_structured_problems("bfloat16")
+
+
 def near_the_largest(rng: Random, arrays: Arrays, dtype: str) -> Arrays:
     """v, or q and k, times so much that sums of theirs are around the largest number there is, or beyond.
 

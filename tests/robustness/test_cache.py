@@ -247,7 +247,7 @@ def test_only_our_own_files_are_cleared(directory):
     """By name and by how they begin; of some older version, too."""
     (ours,) = directory.iterdir()
     digest = "0" * 12 + "_" + "f" * 64
-    old = directory / f"forward_f32_avx2_4x3_{digest}.o"
+    old = directory / f"forward_bf16_amx-software_32x2_{digest}.o"
     old.write_bytes(b"speedlight object 1\nwhatever")
     others = [
         directory / name

@@ -250,6 +250,7 @@ def test_linux_tells_what_a_cpu_has(on, monkeypatch, name):
     units = machine.host_isas.__wrapped__()
     own = [x for x in machine.ISAS if x.arch == machine.host_arch() and found.issuperset(x.needs)]
     assert units == tuple(x for x in own if not x.asked) != ()
+    assert ("neonbf16" in [x.name for x in machine.runnable_isas()]) == (name in ("Graviton 3", "Graviton 4", "Grace"))
 
 
 def test_no_two_cores_are_the_same(on, monkeypatch):
@@ -285,6 +286,7 @@ def test_macos_tells_what_a_cpu_has(on, monkeypatch, name, extra, lacks):
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     assert machine.slow_cores.__wrapped__() == 6
     assert [x.name for x in machine.host_isas.__wrapped__()] == ["neon"]
+    assert [x.name for x in machine.runnable_isas()] == ["neon"] + ["neonbf16"] * (name == "Apple M2")
 
 
 # --- units and families of CPUs

@@ -50,14 +50,21 @@ def problems(seed: int) -> Iterator[TileProblem]:
         yield TileProblem(sizes, name, n % 4 != 0, True, 1 + n % 2, seed + 100 + n)
 
 
-def results(p: TileProblem) -> bytes:
-    """Returns the bits of out and lse, of NaN that it is one."""
+def arrays_of(p: TileProblem) -> tuple[np.ndarray, ...]:
+    """Returns q, k and v."""
     rng, (batch, heads, kv_heads, q_len, k_len, head_dim, value_dim) = np.random.default_rng(p.seed), p.sizes
     shapes = (batch, heads, q_len, head_dim), (batch, kv_heads, k_len, head_dim), (batch, kv_heads, k_len, value_dim)
     q, k, v = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in shapes)
     if not p.finite:
         v[rng.random(v.shape) < 0.002] = np.inf
         v[rng.random(v.shape) < 0.002] = np.nan
+    return q, k, v
+
+
+def results(p: TileProblem) -> bytes:
+    """Returns the bits of out and lse, of NaN that it is one."""
+    q, k, v = arrays_of(p)
+    rng, (batch, heads, kv_heads, _, k_len, head_dim, value_dim) = np.random.default_rng(p.seed), p.sizes
     options = dict(OPTIONS[p.options])
     if "sink_logits" in options:
         options["sink_logits"] = rng.standard_normal(heads).astype(np.float32)

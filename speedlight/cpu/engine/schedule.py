@@ -151,9 +151,9 @@ def _side_by_side(problem: Problem, blocks: int, threads: int) -> int:
 
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
     """Returns whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
-    elements, together, *_ = PRODUCTS[product]
-    if together > 1:  # keys are tiles where they lie, if their rows are whole chunks and not far apart
-        apart = strides.is_paged or strides.strided_keys or strides.heads_adjoin
+    elements, together, rows, *_ = PRODUCTS[product]
+    if rows:  # keys are tiles where they lie, if their rows are whole chunks and not far apart
+        apart = together == 1 or strides.is_paged or strides.strided_keys or strides.heads_adjoin
         return apart or problem.head_dim % (elements * together) != 0, True
     paired = elements > 1
     direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
@@ -164,9 +164,10 @@ def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, boo
 
 def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:
     """Returns what scratch depends on. rows: keys of a register tile; staged: whether keys are, and values."""
-    number, (elements, together, *_) = number_bytes(problem.storage), PRODUCTS[product_name(problem, isa)]
-    units, width = up(-(-problem.head_dim // elements), together), up(problem.value_dim, rows)
-    columns = problem.value_dim if together == 1 else width
+    number, steps = number_bytes(problem.storage), PRODUCTS[product_name(problem, isa)]
+    elements, together = steps.elements, steps.together
+    units, width = up(-(-problem.head_dim // elements), steps.packed), up(problem.value_dim, rows)
+    columns = width if steps.rows else problem.value_dim
     return ForwardSizes(
         number=number,
         panel=vectors * isa.lanes(problem.storage),

@@ -40,6 +40,7 @@ def pack_queries(module: Module, s: Shape) -> Any:
     with k.range(filled, p["units"]) as t:
         for v in range(s.vectors):
             k.store(k.const(0, s.ivector), p["q_panel"], t * s.row_bytes + s.lane_offset(v))
+    product.arrange_queries(k, p["q_panel"], p["units"])
     return k.finish()
 
 

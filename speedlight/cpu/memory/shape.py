@@ -61,6 +61,11 @@ class Shape:
         return PRODUCTS[self.product].together
 
     @property
+    def packed(self) -> int:
+        """Units that lie together in a packed row of queries or keys."""
+        return PRODUCTS[self.product].packed
+
+    @property
     def pads(self) -> bool:
         """Has zeros beside the last of an odd number of keys: of arrays, by pairs."""
         return self.elements > 1 and self.together == 1 and not self.cached
@@ -88,7 +93,7 @@ class Shape:
 
     def packed_units(self, length: Any) -> Any:
         """Counts the units of a panel or a staged tile that hold so many elements: zeros fill up those together."""
-        return (self.count_units(length) + (self.together - 1)) & -self.together
+        return (self.count_units(length) + (self.packed - 1)) & -self.packed
 
     def first_of_units(self, element: Any) -> Any:
         """Returns the first element of the units that are summed together with an element's."""

@@ -20,7 +20,7 @@ from ..language.vector import F32, I16, I32, I64, PTR, Function, Module, Value, 
 from ..memory.records import TILE
 from ..memory.shape import Shape
 from .bf16_pairs import Bf16Pairs
-from .outer import VALUE, Check, Fetch
+from .outer import VALUE, Check, Fetch, arrange_queries
 from .packing import TILE_WORDS, split_pairs, stage_lanes, stage_rows
 from .tile_registers import ROWS, Amx, Registers, Software, flushed, multiply
 
@@ -53,7 +53,7 @@ class _Sum:
 class AmxTiles:
     """The product of bf16 on tile registers. Fma says what each method is for."""
 
-    units_per_load, sleeps = 1, True
+    units_per_load, sleeps, arrange_queries = 1, True, arrange_queries
     flops_of_step = 2 * ROWS * ROWS * _CHUNK
     exp2_terms, exp2_error, row_weight = Bf16Pairs.exp2_terms, Bf16Pairs.exp2_error, Bf16Pairs.row_weight
     load_units, load_unit, gather_values = Bf16Pairs.load_units, Bf16Pairs.load_unit, Bf16Pairs.gather_values

@@ -21,7 +21,7 @@ from .packing import KeyRun, each_unit, pair_rows, stage_lanes, stage_rows
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2 = 0.69328331395880648, 0.24221155408455297, 0.055005948223862378
-_ONES = 0x3F803F80  # a pair of bf16
+ONES = 0x3F803F80  # a pair of bf16
 _HALVES = 0xFFFF, -65536  # the bits of its elements
 
 
@@ -32,7 +32,8 @@ class Bf16Pairs:
     new_sum, values_from, whole_steps = outer.new_sum, outer.values_from, outer.whole_steps
     joint_steps, settle = outer.joint_steps, outer.settle
     flushed, registers, keep_awake = outer.flushed, outer.registers, outer.keep_awake
-    multiply_often = outer.multiply_often
+    multiply_often, arrange_queries = outer.multiply_often, outer.arrange_queries
+    column_offset, step_offset = outer.column_offset, outer.step_offset
     sleeps = False  # keep_awake() is needed
     product_tile, into_queries = outer_gradients.product_tile, outer_gradients.into_queries
     into_keys = outer_gradients.into_keys
@@ -107,7 +108,7 @@ class Bf16Pairs:
         return k.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", kind, x).bits(vec(I16, self.s.lanes))
 
     def add_weights(self, k: Function, unit: Value, total: Value) -> Value:
-        return self.multiply_add(k, k.const(_ONES, self.s.ivector), unit, total)
+        return self.multiply_add(k, k.const(ONES, self.s.ivector), unit, total)
 
     def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
         every = k.const(-1, self.s.ivector)

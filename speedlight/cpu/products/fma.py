@@ -35,7 +35,8 @@ class Fma:
     new_sum, values_from, whole_steps = outer.new_sum, outer.values_from, outer.whole_steps
     joint_steps, settle = outer.joint_steps, outer.settle
     flushed, registers, keep_awake = outer.flushed, outer.registers, outer.keep_awake
-    multiply_often = outer.multiply_often
+    multiply_often, arrange_queries = outer.multiply_often, outer.arrange_queries
+    column_offset, step_offset = outer.column_offset, outer.step_offset
     sleeps = False  # keep_awake() is needed
     product_tile, into_queries = outer_gradients.product_tile, outer_gradients.into_queries
     into_keys = outer_gradients.into_keys

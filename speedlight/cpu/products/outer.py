@@ -18,7 +18,7 @@ from ..language.vector import F32, Function, Module, Value, Variable, vec
 from ..memory.shape import Shape
 
 if TYPE_CHECKING:
-    from .product import OuterProduct
+    from .product import OuterProduct, Product
 
 Sums = list[list[Variable]]  # of a register tile: [row][vector]
 
@@ -70,6 +70,20 @@ def keep_awake(product: OuterProduct, k: Function) -> None:
 def registers(product: OuterProduct, k: Function) -> contextlib.AbstractContextManager[None]:
     """Prepares registers that the product has beside vectors, for what is written meanwhile."""
     return contextlib.nullcontext()
+
+
+def arrange_queries(product: Product, k: Function, panel: Value, units: Value) -> None:
+    """Makes a packed panel of queries what score_groups() reads."""
+
+
+def column_offset(product: OuterProduct, k: Function, column: Value) -> Value:
+    """Returns the bytes from a step's values to those of a column."""
+    return column * product.s.number_bytes
+
+
+def step_offset(product: OuterProduct, k: Function, t: Value, row: Value) -> Value:
+    """Returns the bytes from a tile's values to those of a step; `row`: from a step to the next."""
+    return t * row
 
 
 def new_sums(k: Function, s: Shape, rows: int, vectors: int = 0) -> Sums:
@@ -267,7 +281,7 @@ def value_tile(product: OuterProduct, module: Module) -> Any:
         values, total = k.at(p["values"], column * s.number_bytes), new_sums(k, s, s.rows)
         if s.hides:
             with k.when(p["first"] > 0):
-                _start(k, s, total, p["partial"], column, k.i64(s.row_bytes))
+                start_sums(k, s, total, p["partial"], column, k.i64(s.row_bytes))
 
         def step(j: Value) -> None:
             weights = load_panel_row(k, s, p["weights"], j, range(s.vectors))
@@ -277,7 +291,7 @@ def value_tile(product: OuterProduct, module: Module) -> Any:
             add_outer(product, k, total, spread_columns(k, s, row, offsets), [weights])
 
         k.unrolled(p["first"], p["end"], step)
-        _end(k, s, column, total)
+        end_sums(k, s, column, total)
 
     whole, last = p["width"] // s.rows * s.rows, p["width"] - 1
     with k.range(0, whole, s.rows) as column:
@@ -303,14 +317,15 @@ def predicated_tile(product: OuterProduct, module: Module) -> Any:
     begin_row = k.select(fresh, k.i64(0), k.i64(s.row_bytes))
 
     def group(column: Value) -> None:
-        offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
+        offsets = [product.column_offset(k, k.min(column + m, last)) for m in range(rows)]
         total = new_sums(k, s, rows)
-        _start(k, s, total, begin, column, begin_row)
+        start_sums(k, s, total, begin, column, begin_row)
 
         def step(j: Value, vectors: range) -> None:
             weights = load_panel_row(k, s, p["weights"], j, vectors)
             seen = [product.seen_lanes(k, w) for w in weights]
-            row, sums = k.at(p["values"], j * p["value_row"]), [x[vectors.start :] for x in total]
+            row = k.at(p["values"], product.step_offset(k, j, p["value_row"]))
+            sums = [x[vectors.start :] for x in total]
             add_outer(product, k, sums, spread_columns(k, s, row, offsets), [weights], seen)
 
         wide = k.min(p["wide"], p["end"]) if s.has_narrow_tail else p["end"]
@@ -320,7 +335,7 @@ def predicated_tile(product: OuterProduct, module: Module) -> Any:
             with k.range(wide, p["end"]) as j:
                 step(j, range(s.vectors - 1, s.vectors))
         if s.hides:
-            _end(k, s, column, total)
+            end_sums(k, s, column, total)
         else:
             _accumulate(k, s, column, total)  # nothing follows the end of what `causal` shows
 
@@ -329,13 +344,13 @@ def predicated_tile(product: OuterProduct, module: Module) -> Any:
     return k.finish()
 
 
-def _start(k: Function, s: Shape, total: Sums, begin: Value, column: Value, row: Value) -> None:
+def start_sums(k: Function, s: Shape, total: Sums, begin: Value, column: Value, row: Value) -> None:
     """Loads sums so far, of a column every `row` bytes."""
     for m, v, x in each_sum(total):
         x.set(k.load(s.vector, begin, (column + m) * row + s.lane_offset(v)))
 
 
-def _end(k: Function, s: Shape, column: Value, total: Sums) -> None:
+def end_sums(k: Function, s: Shape, column: Value, total: Sums) -> None:
     """Adds sums to the accumulator, or leaves them in `partial` if there are more steps."""
     p = k.p
     with k.either(p["end"].equals(p["steps"])) as (whole, rest):

@@ -31,10 +31,10 @@ from .outer import (
 )
 
 if TYPE_CHECKING:
-    from .product import OuterProduct
+    from .product import GradProduct
 
 
-def product_tile(product: OuterProduct, module: Module) -> Any:
+def product_tile(product: GradProduct, module: Module) -> Any:
     """out[n_keys, panel] = keys @ panel, one chain of multiply-adds over the units per element; in `check` each lane's
     sum, which is finite only if all are.
 
@@ -66,7 +66,7 @@ def product_tile(product: OuterProduct, module: Module) -> Any:
 # --- dQ
 
 
-def into_queries(product: OuterProduct, module: Module, *, predicated: bool) -> Any:
+def into_queries(product: GradProduct, module: Module, *, predicated: bool) -> Any:
     """acc[column, :] += Σ_j keys[j, column] · d_scores[j, :], ascending j from +0; a step is a unit of `n_keys` keys.
 
     `predicated`: a lane leaves out keys that it does not see, by the marks in `scores`.
@@ -114,7 +114,7 @@ def into_queries(product: OuterProduct, module: Module, *, predicated: bool) -> 
 
 
 def into_keys(
-    product: OuterProduct, module: Module, rows: int, vectors: int, *, exactly: bool = False, predicated: bool = False
+    product: GradProduct, module: Module, rows: int, vectors: int, *, exactly: bool = False, predicated: bool = False
 ) -> Any:
     """partial[keys, vectors] += weights[keys, lanes] @ rows[lanes, vectors] over the lanes of panels, ascending; or
     what a whole block adds joins the totals at once. `column`: bytes from the first one.
@@ -156,7 +156,7 @@ def into_keys(
 
 
 def _add_panel(
-    product: OuterProduct, k: Function, x: Words, i: Value, keys: list[Value], total: Sums, *, predicated: bool
+    product: GradProduct, k: Function, x: Words, i: Value, keys: list[Value], total: Sums, *, predicated: bool
 ) -> None:
     """Adds what the i-th panel has for these keys."""
     s, vectors = product.s, len(total[0])

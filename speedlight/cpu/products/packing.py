@@ -85,12 +85,12 @@ def stage_rows(product: Product, module: Module) -> Any:
 
 def filled_units(k: Function, s: Shape, length: Value) -> Value:
     """Counts the units of a row that have elements, of so many."""
-    return k.p["units"] if s.together == 1 else s.count_units(length)
+    return k.p["units"] if s.packed == 1 else s.count_units(length)
 
 
 def fill_units(k: Function, s: Shape, row: Value, first: Value) -> None:
-    """Stores zeros in the rest of the units that are summed together."""
-    if s.together > 1:
+    """Stores zeros in the rest of the units that lie together."""
+    if s.packed > 1:
         with k.range(first, k.p["units"]) as t:
             k.store(k.const(0, s.unit), row, t * s.number_bytes)
 
@@ -117,7 +117,7 @@ def stage_lanes(product: Product, module: Module) -> Any:
                 count = k.i64(s.elements * BLOCK)
                 one = product.load_unit(k, k.at(block, t * stored), m + first, size, count, stored=True)
                 k.store(one, target, row * m + t * s.number_bytes)
-            if s.together > 1:
+            if s.packed > 1:
                 with k.range(0, n) as m:
                     fill_units(k, s, k.at(target, row * m), filled)
     return k.finish()

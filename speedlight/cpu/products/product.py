@@ -10,16 +10,18 @@ from ..memory.shape import Shape
 from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs
 from .fma import Fma
+from .odd_pairs import OddPairs
 
-OuterProduct = Fma | Bf16Pairs  # a step of which is an outer product (outer.py)
+GradProduct = Fma | Bf16Pairs  # all of whose steps are outer products (outer.py)
+OuterProduct = GradProduct | OddPairs
 Product = OuterProduct | AmxTiles
-CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs, "amx_tiles": AmxTiles}
+CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs, "amx_tiles": AmxTiles, "odd_pairs": OddPairs}
 
 
-def outer_product_of(s: Shape) -> OuterProduct:
+def outer_product_of(s: Shape) -> GradProduct:
     """Returns what multiplies in a kernel of gradients, or whose sums are in registers."""
     product = product_of(s)
-    assert not isinstance(product, AmxTiles)
+    assert not isinstance(product, AmxTiles | OddPairs)
     return product
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
 _HEADER = len(_MAGIC) + 64  # then sha256 of the file's name and the objects, sha256 of the IR, the objects
-_NAME = re.compile(r"[a-z0-9_]+_[0-9a-f]{12}_[0-9a-f]{64}\.o")
+_NAME = re.compile(r"[a-z0-9_-]+_[0-9a-f]{12}_[0-9a-f]{64}\.o")
 MOST_LOADED = 256  # kernels; then the least recently used is unloaded, once no thread runs it
 lock = threading.RLock()
 _loaded: dict[Any, Kernel] = {}
@@ -213,19 +213,23 @@ def _make(shape: AnyShape) -> Kernel:
 
 def begin_product(shape: AnyShape) -> None:
     """Makes this process ready for the product of a shape: before its code runs, whoever compiled it."""
-    if shape.kind == "forward" and shape.isa.has_tiles and getattr(shape, "product", "") == "amx_tiles":
+    product = getattr(shape, "product", "")
+    tiles = product == "amx_tiles" and shape.kind == "forward" and shape.isa.has_tiles
+    if tiles or (product == "odd_pairs" and shape.isa.is_native):
         begin_tiles(shape.isa)
 
 
 @functools.cache
 def begin_tiles(isa: Isa) -> None:
-    """Asks the system for tile registers, and tries them: once in a process, before the first kernel that needs them.
+    """Tries instructions for bfloat16 whose order of sums is their own: once in a process, before the first kernel that
+    needs them. Tile registers are asked for first.
 
     Raises UnsupportedError if they are refused, or compute other bits than docs/numerics.md says.
     """
     from ..kernels.tile_test import TILE_BYTES, TileTestShape
 
-    permit_tiles()
+    if isa.has_tiles:
+        permit_tiles()
     memory = np.zeros((5, TILE_BYTES), np.uint8)
     pairs, sums = memory[:2].view(np.uint16), memory[2].view(np.float32)
     numbers = np.random.default_rng(0).standard_normal(pairs.shape).astype(np.float32)
@@ -235,8 +239,9 @@ def begin_tiles(isa: Isa) -> None:
     Kernel(symbol_of(shape), *objects_of(shape)).entry(memory.ctypes.data)
     if not np.array_equal(memory[3], memory[4]):
         raise UnsupportedError(
-            "SPEEDLIGHT_ISA: expected tile registers that sum in the order of docs/numerics.md; this CPU's have other "
-            f"bits ({cpu_name()}). Set SPEEDLIGHT_ISA=avx512, and please report this."
+            "SPEEDLIGHT_ISA: expected a CPU that sums bfloat16 in the order of docs/numerics.md; the sums of this one "
+            f"have other bits ({cpu_name()}). Set SPEEDLIGHT_ISA={'avx512' if isa.arch == 'x86_64' else 'neon'}, and "
+            "please report this."
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ...arrays.memory import pages
-from ...host.machine import Isa, cpu_identity, host_isas
+from ...host.machine import Isa, cpu_identity, runnable_isas
 from ...problem.plan import Roofs
 from ..kernels.task import joined
 from ..language.vector import I64, PTR, Function, Module, vec
@@ -152,7 +152,7 @@ def measure(isa: Isa, storage: str, threads: int) -> Roofs:
 
 def bf16_peaks() -> dict[str, float]:
     """Measures one thread's FLOP/s of products of bfloat16 on every unit of this machine, in turn: the best of each."""
-    kinds = {x: kind_of_peak(x, "bf16") for x in host_isas()}
+    kinds = {x: kind_of_peak(x, "bf16") for x in runnable_isas() if x.is_native}
     turns = [{x.name: peak_flops(x, kind, 1) for x, kind in kinds.items()} for _ in range(16)]
     return {x.name: max([turn[x.name] for turn in turns]) for x in kinds}
 
@@ -160,7 +160,7 @@ def bf16_peaks() -> dict[str, float]:
 def faster_unit(unit: Isa, peaks: dict[str, float]) -> str | None:
     """Names the unit whose peak is a fifth or more above that of `unit`, the highest; None if there is none."""
     best = max(peaks, key=lambda name: peaks[name])
-    return best if peaks[best] > 1.2 * peaks[unit.name] else None
+    return best if peaks[best] > 1.2 * peaks.get(unit.name, 0.0) else None
 
 
 def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:

@@ -119,7 +119,7 @@ def test_every_product_has_a_class_and_none_takes_anothers_tuning():
     assert machine.PRODUCTS.keys() == CLASSES.keys()
     for tuning in tunings.TUNINGS.values():
         assert {x: tuning.blocking(x) for x in machine.PRODUCTS} == {
-            "fma": tuning.fma, "pairs": tuning.pairs, "amx_tiles": tuning.amx_tiles,
+            "fma": tuning.fma, "pairs": tuning.pairs, "amx_tiles": tuning.amx_tiles, "odd_pairs": tuning.odd_pairs,
         }  # fmt: skip
         with pytest.raises(KeyError):
             tuning.blocking("tiles")
