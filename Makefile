@@ -106,7 +106,7 @@ mutations: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py
 
-# what llvm-mca predicts of kernels on Arm's CPUs, the table of docs/performance.md: needs LLVM 17 or later (Debian: llvm-19)
+# what llvm-mca predicts of kernels on Arm's CPUs, the table of docs/systems.md: needs LLVM 17 or later (Debian: llvm-19)
 predict: $(VENV)/.cli
 	$(RUN) benchmarks/predict.py
 
