@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "a task waits for one of the two before it",
         "cpu/kernels/backward.py",
-        "come = super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)",
-        "come = super().has_come(turn) | (k.fetch_add(before, 0, 0) >= wanted)",
+        "come = super().has_come(turn) & (self.done_at(before) >= wanted)",
+        "come = super().has_come(turn) | (self.done_at(before) >= wanted)",
         "tests/conformance/backward/test_backward_runs.py -k their_turn",
     ),
     Mutation(

@@ -203,8 +203,8 @@ MUTATIONS = (
     Mutation(
         "a mask that requires grad has the result of one that does not",
         "torch/overrides.py",
-        "elif attn_mask.requires_grad:",
-        "elif attn_mask.dim() > 9:",
+        "lies_otherwise = attn_mask is not None and attn_mask.requires_grad",
+        "lies_otherwise = False",
         "tests/adapters/torch/test_torch_replay.py -k requires_grad",
     ),
 )
