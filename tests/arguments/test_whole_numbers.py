@@ -172,7 +172,7 @@ CALLS = {
             batch=n(2), q_heads=n(4), kv_heads=n(2), q_len=n(9), k_len=n(11), head_dim=n(8), value_dim=n(16), ranks=n(1)
         )
     ),
-    ("plan", "threads"): lambda n: repr(sl.plan(q_len=9, head_dim=8, threads=n(2))),
+    ("plan", "threads"): lambda n: repr(sl.plan(q_heads=4, q_len=9, head_dim=8, threads=n(2))),
     ("dilated", "k"): lambda n: repr(sl.dilated(n(2))),
     ("prefix", "n"): lambda n: repr(sl.prefix(n(2))),
     ("window", "left right"): lambda n: repr(sl.window(n(2), n(1))),
