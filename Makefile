@@ -149,3 +149,6 @@ gpu-check: $(VENV)/.test
 GPU_TURNS ?= 5
 gpu:
 	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) $(GPU_TESTS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

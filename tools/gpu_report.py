@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -138,15 +139,27 @@ def draw(rows: list[dict[str, Any]], path: Path) -> str:
     return f"picture: {path}"
 
 
+def sees_gpu() -> bool:
+    """Returns whether PyTorch has a GPU, or Triton's interpreter takes its place."""
+    if not find_spec("torch"):
+        return False
+    import torch
+
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="files of tests")
     parser.add_argument("--turns", default="5", help="samples of each row of the benchmark; 0: none")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
     given = parser.parse_args(words)
-    given.output.mkdir(parents=True, exist_ok=True)
     about, tests, start = found(), list[Outcome](), time.time()
     print(*(f"{name}: {x}" for name, x in about.items()), sep="\n", flush=True)
+    if not sees_gpu():
+        print("gpu: expected a CUDA device; PyTorch sees none here. `make gpu-check` needs none.", file=sys.stderr)
+        return 2
+    given.output.mkdir(parents=True, exist_ok=True)
     for name, which, seconds in (("smoke", SMOKE, 120), ("all", given.tests, 480)):
         tests.append(run_tests(name, which, seconds) if which else Outcome(name, "none were asked for", [], [], ""))
         print(f"{name} tests: {tests[-1].summary}", *tests[-1].failed, *tests[-1].known, sep="\n  ", flush=True)

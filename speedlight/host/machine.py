@@ -149,6 +149,11 @@ def host_isas() -> tuple[Isa, ...]:
     return tuple(i for i in runnable_isas() if not i.asked)
 
 
+def native_isas() -> tuple[Isa, ...]:
+    """The levels whose instructions this machine has, also those that it runs only if asked to."""
+    return tuple(i for i in runnable_isas() if i.is_native)
+
+
 def runnable_isas() -> tuple[Isa, ...]:
     """The levels this machine can run."""
     arch = host_arch()

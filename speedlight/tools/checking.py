@@ -58,7 +58,7 @@ def _machine_rows() -> list[tuple[str, str]]:
 def _checks() -> Iterator[tuple[str, str, Callable[[], str | None]]]:
     """Yields the name of each check, what it claims, and what says how that is wrong."""
     bound = "within their bounds of float64"
-    for unit in machine.host_isas():
+    for unit in machine.native_isas():
         yield unit.name, f"float32 and bfloat16 are {bound}", lambda unit=unit: _forward(_DTYPES[:2], unit.name)
     yield "forward", f"{', '.join(_DTYPES)} are {bound}", lambda: _forward(_DTYPES)
     yield "backward", f"gradients are {bound}", _backward

@@ -44,7 +44,7 @@ def info(
     report = {
         "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(),
         "isa": unit.name,
-        "isas": [x.name for x in machine.host_isas()],
+        "isas": [x.name for x in machine.native_isas()],
         "schedule": tuning.origin._asdict(),
         "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
@@ -57,7 +57,7 @@ def info(
     if as_json:
         print_json(report)
         return
-    others = ", ".join(f"{x.name}" for x in machine.host_isas() if x is not unit)
+    others = ", ".join(f"{x.name}" for x in machine.native_isas() if x is not unit)
     where = "not kept (SPEEDLIGHT_CACHE=0, or no home directory)"
     if directory is not None:
         where = f"{len(cached)}, {size_text(sum(cached.values()))}, in {directory}"

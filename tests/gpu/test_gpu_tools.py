@@ -116,4 +116,5 @@ def test_commands_without_a_gpu(monkeypatch, capsys):
             cli.main()
         text = " ".join(capsys.readouterr().err.split())
         assert end.value.code == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, words
-    assert run.main(["gpu"]) == 2 and "gpu: expected a CUDA device; PyTorch sees none" in capsys.readouterr().err
+    for main in (run.main, importlib.import_module("gpu_report").main):
+        assert main(["gpu"]) == 2 and "gpu: expected a CUDA device; PyTorch sees none" in capsys.readouterr().err

@@ -286,7 +286,7 @@ def test_macos_tells_what_a_cpu_has(on, monkeypatch, name, extra, lacks):
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     assert machine.slow_cores.__wrapped__() == 6
     assert [x.name for x in machine.host_isas.__wrapped__()] == ["neon"]
-    assert [x.name for x in machine.runnable_isas()] == ["neon"] + ["neonbf16"] * (name == "Apple M2")
+    assert [x.name for x in machine.native_isas()] == ["neon"] + ["neonbf16"] * (name == "Apple M2")
 
 
 # --- units and families of CPUs

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ...arrays.memory import pages
-from ...host.machine import Isa, cpu_identity, runnable_isas
+from ...host.machine import Isa, cpu_identity, native_isas
 from ...problem.plan import Roofs
 from ..kernels.task import joined
 from ..language.vector import I64, PTR, Function, Module, vec
@@ -152,7 +152,7 @@ def measure(isa: Isa, storage: str, threads: int) -> Roofs:
 
 def bf16_peaks() -> dict[str, float]:
     """Measures one thread's FLOP/s of products of bfloat16 on every unit of this machine, in turn: the best of each."""
-    kinds = {x: kind_of_peak(x, "bf16") for x in runnable_isas() if x.is_native}
+    kinds = {x: kind_of_peak(x, "bf16") for x in native_isas()}
     turns = [{x.name: peak_flops(x, kind, 1) for x, kind in kinds.items()} for _ in range(16)]
     return {x.name: max([turn[x.name] for turn in turns]) for x in kinds}
 
