@@ -11,6 +11,7 @@ from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
+from ..expressions.tables import Table
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
@@ -103,7 +104,9 @@ def _gradients(
     """Computes the gradients of a call, with its options in one; on_gpu None: where q lies."""
     on_gpu = runs_on_gpu(q, None) if on_gpu is None else on_gpu
     tensors = q, k, v, out, lse, resolved(d_out), resolved(d_lse)
-    key, results = (None, None) if on_gpu else repeat(tensors, grads, options)
+    key = results = None
+    if not on_gpu and type(grads) is tuple and all([type(x) in (Table, str) for x in grads]):
+        key, results = repeat(tensors, grads, options)
     if results is not None:
         return results
     six = [describe(x, name, gpu=True) for x, name in zip(tensors[:6], _NAMES, strict=False)]
@@ -164,8 +167,6 @@ def _operands(given: list[Array], made: list[tuple[Any, Array]]) -> Operands:
 
 def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:
     """Returns the memo key of a call; of further gradients only those of sinks and of arrays that the score adds."""
-    if type(grads) is not tuple:
-        return None
     scores = scores_of(options.score)
     asked_for = []
     for x in grads:

@@ -175,6 +175,17 @@ def operands(x=None, **options):
     return [x, tensors_of(options), text_of(options), None]
 
 
+def test_further_gradients_are_of_tables_whatever_was_prepared():
+    """A bias itself is refused in grads=, also where autograd has had its gradient by such a call."""
+    (q, k, v), bias = tensors(), learned()["bias"]
+    *given, added = (x.detach() for x in (q, k, v, bias))
+    flow = *sl.attention(*given, score=added, return_lse=True), torch.ones_like(q)
+    for _ in range(3):
+        with pytest.raises(sl.ArgumentTypeError, match=r"grads: expected a tuple of the score's tables .*; got tensor"):
+            sl.attention_backward(*given, *flow, score=added, grads=(added,))
+        speedlight.torch.attention(q, k, v, score=bias).backward(flow[2])
+
+
 def test_opcheck():
     q, k, v = tensors()
     x = learned()
