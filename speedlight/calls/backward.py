@@ -11,13 +11,12 @@ from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
-from ..expressions.tables import Table
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.biases import arrays_of, form_of_bias, with_own_tables
 from ..problem.build import from_arrays
-from ..problem.gradients import SINKS, Given, asked, resolved
+from ..problem.gradients import SINKS, Given, are_named, asked, resolved
 from ..problem.operands import Operands
 from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, T, V, public
 from ..problem.prepared import Prepared, key_of
@@ -105,7 +104,7 @@ def _gradients(
     on_gpu = runs_on_gpu(q, None) if on_gpu is None else on_gpu
     tensors = q, k, v, out, lse, resolved(d_out), resolved(d_lse)
     key = results = None
-    if not on_gpu and type(grads) is tuple and all([type(x) in (Table, str) for x in grads]):
+    if not on_gpu and are_named(grads):
         key, results = repeat(tensors, grads, options)
     if results is not None:
         return results

@@ -229,6 +229,11 @@ def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
         check_beside(x, q)
 
 
+def are_named(grads: Any) -> bool:
+    """Returns whether further gradients are asked for by a tuple of tables and names, as calls are prepared for."""
+    return type(grads) is tuple and all([type(x) in (Table, str) for x in grads])
+
+
 def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
     what = f"a tuple of the score's tables (sl.table) and {SINKS!r}"
     if not isinstance(grads, (tuple, list)):

@@ -86,6 +86,8 @@ def test_a_plan_tells_the_balance_of_threads_that_are_not_here():
     hidden = sl.plan(q_heads=8, q_len=512, head_dim=64, mask=sl.window(30, 0), threads=96)
     assert hidden.balance is None and "balance" not in str(hidden)
     assert sl.plan(q_heads=8, q_len=10**9, head_dim=64, threads=96).balance is None
+    for q_len in (1, 4096):  # no heads: nothing to do, in decoding either
+        assert sl.plan(q_heads=0, q_len=q_len, k_len=4096, head_dim=64, threads=4).balance == (0.0, 1.0, 1.0)
     for wrong in ({"threads": 0}, {"threads": 1025}, {"threads": 2, "ranks": 4}, {"threads": 2, "device": "cuda"}):
         with pytest.raises(ArgumentError, match="^threads: expected"):
             sl.plan(q_heads=8, q_len=512, head_dim=64, **wrong)

@@ -75,7 +75,7 @@ def _forward_seconds(problem: Problem, how: Schedule) -> np.ndarray:
 def _decode_seconds(problem: Problem, how: Schedule) -> np.ndarray:
     """Returns the seconds of shares of spans."""
     tasks = problem.kv_heads // how.heads
-    each, found = token_bytes(problem) / tasks / how.tuning.threading.read_bytes, [np.zeros(0)]
+    each, found = token_bytes(problem) / max(1, tasks) / how.tuning.threading.read_bytes, [np.zeros(0)]
     for q_len, k_len in zip(problem.q_lengths, problem.k_lengths, strict=True):
         if q_len:
             edges = -(-k_len // SPAN) * np.arange(how.parts + 1) // how.parts * SPAN
