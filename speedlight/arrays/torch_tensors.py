@@ -64,9 +64,8 @@ def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
     if not followed and is_followed(x):
         what = "requires grad" if x.requires_grad and torch.is_grad_enabled() else "has a tangent"
         raise UnsupportedError(
-            f"{name}: {what}, and autograd does not follow through this call: speedlight.torch.attention(), of "
-            f"tensors q, k and v, is one that it does. Without gradients, use {name}.detach(), or call under "
-            "torch.no_grad()."
+            f"{name}: {what}, and this call is not differentiable; speedlight.torch.attention() is, of tensors q, k "
+            f"and v. Without gradients, use {name}.detach(), or call under torch.no_grad()."
         )
     if x.is_conj() or x.is_neg():
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")

@@ -287,7 +287,8 @@ def as_index(index: Any) -> tuple[Any, ...]:
 
 
 def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
-    return ExpressionError(f"{table.name}: expected {table.array.ndim} indices; got {len(index)}.")
+    dims = table.array.ndim
+    return ExpressionError(f"{table.name}: expected {dims} ind{'ex' if dims == 1 else 'ices'}; got {len(index)}.")
 
 
 def _place(x: Any) -> tuple[Any, ...]:

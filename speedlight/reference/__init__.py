@@ -13,7 +13,7 @@ from ..arrays.array import describe, listed
 from ..arrays.dtypes import CODES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..host.rounding import standard
 from ..problem.checks import (
     MOST,
@@ -227,8 +227,10 @@ def error_bound(
     >>> bool((sl.reference.error_bound(x, x, x).out < 1e-5).all())
     True
     """
-    for name, x in (("proven", proven), ("dot", dot not in ("tiles", "odd") and dot), ("int8", int8)):
+    for name, x in (("proven", proven), ("int8", int8)):
         check_flag(name, x)
+    if not isinstance(dot, bool) and dot not in ("tiles", "odd"):
+        raise ArgumentTypeError(f"dot: expected True, False, 'tiles' or 'odd'; got {shown(dot)}.")
     tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")

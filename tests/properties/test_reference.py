@@ -75,8 +75,8 @@ def test_rows_are_summed_in_pairs():
 
 def test_options_of_the_reference_are_checked():
     x, lse = np.ones((1, 1, 4, 8), np.float32), np.zeros((1, 1, 4), np.float32)
-    for name in ("proven", "dot", "int8"):
-        with pytest.raises(sl.ArgumentTypeError, match=f"^{name}: expected True or False; got 1"):
+    for name, others in (("proven", " or False"), ("dot", ", False, 'tiles' or 'odd'"), ("int8", " or False")):
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{name}: expected True{others}; got 1"):
             reference.error_bound(x, x, x, **{name: 1})
     with pytest.raises(sl.ArgumentTypeError, match="^dot: expected True or False; got None"):
         reference.backward_bound(x, x, x, x, lse, x, dot=None)
