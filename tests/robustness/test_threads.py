@@ -32,11 +32,12 @@ def test_all_that_the_code_calls_is_looked_for():
 
 
 class Region:
-    """A region whose shares are Python functions, and who has come and gone."""
+    """A region whose shares are Python functions, the caller's and the helpers' (`stay`), and who has come and gone."""
 
-    def __init__(self, share) -> None:
+    def __init__(self, share, stay=lambda: time.sleep(0.002)) -> None:
         self.came: list[int] = []
         self.left: list[int] = []
+        self.stay = stay
         self.share, self.caller, self.kernel = share, threading.get_ident(), SHARE(self._run)
 
     def _run(self, _: int) -> None:
@@ -44,7 +45,7 @@ class Region:
             self.share(self)
         else:
             self.came.append(1)
-            time.sleep(0.002)
+            self.stay()
             self.left.append(1)
 
     def run(self, ours, helpers: int) -> None:
@@ -100,7 +101,6 @@ def test_many_regions_one_after_another(ours):
             time.sleep(1e-3)
 
 
-@pytest.mark.slow  # once in three whole runs it waited 30 s for a thread: to be found out
 def test_many_that_sleep_wake_each_other():
     """The caller wakes four of forty; all come, and no more than a small region has seats for are woken after that."""
     from speedlight.cpu.runtime.threads import Threads
@@ -111,7 +111,13 @@ def test_many_that_sleep_wake_each_other():
         assert ours.started == 40 and len(region.left) == 40
         wait_until(lambda: ours._word("sleeping").value == 40)
         region = Region(region.share)
-    few = Region(lambda r: wait_until(lambda: len(r.came) == 3 and ours._word("sleeping").value == 37))
+    seen = threading.Event()  # until then the three stay: they would sleep again, and nobody would see 37
+
+    def look(r: Region) -> None:
+        wait_until(lambda: len(r.came) == 3 and ours._word("sleeping").value == 37)
+        seen.set()
+
+    few = Region(look, stay=lambda: seen.wait(30))
     few.run(ours, 3)
     assert len(few.left) == 3
 

@@ -6,8 +6,7 @@ itself in `left`. The caller works as well. When it finds no more tickets it clo
 left, and waits for those that were taken. So a thread that comes late finds no seat, and reads nothing but the block.
 
 Between regions a thread looks at the state for a while, then sleeps. Of many that sleep the caller wakes a few, which
-wake others. Block and code are never freed: threads sleep in
-them as long as the process lives.
+wake others. Block and code are never freed: threads sleep in them as long as the process lives.
 """
 
 from __future__ import annotations
