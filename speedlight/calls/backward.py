@@ -13,7 +13,6 @@ from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..host.machine import current_isa
 from ..host.memo import Memo
-from ..host.rounding import standard
 from ..problem.biases import arrays_of, form_of_bias, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, are_named, asked, resolved
@@ -118,8 +117,7 @@ def _gradients(
     request = asked(stated.problem, options.layout, Given(given[0], *given[3:]), wanted)
     engine, operands = engines.of("cuda" if on_gpu else "cpu"), _operands(given, made)
     call = engine.backward(request, options.layout, stated, operands, options.precision)
-    sum_items = (call.sum_items if on_gpu else _sum_items) if stated.problem.shared else None
-    results = _run(call, given, made, grads, None if key is None else options.seed_word(), None, sum_items)
+    results = _run(call, given, made, grads, None if key is None else options.seed_word(), None)
     if key is not None and call.keep_for(arrays):
         _prepared.put(key, Prepared(given, call, reads=len(given)), call.size)
     return results
@@ -139,20 +137,15 @@ def repeat(tensors: tuple[Any, ...], grads: Any, options: Options) -> tuple[Any,
     call = known.call
     given = [form.of(x, address) for form, x, address in zip(call.forms, tensors, at, strict=False)]
     made = [_make_again(x, form) for x, form in zip(given, call.forms[-3:], strict=False)]
-    sum_items = _sum_items if call.problem.shared else None
-    return key, _run(call, given, made, grads, options.seed_word(), tables, sum_items)
+    return key, _run(call, given, made, grads, options.seed_word(), tables)
 
 
-def _run(
-    call: Any, given: list[Array], made: list[Any], grads: Any, seed: int | None, tables: Any, sum_items: Any
-) -> Any:
-    """Fills dq, dk and dv, which are `made`, and returns them, and the further gradients that are asked for.
-    sum_items: of keys that items share.
-    """
+def _run(call: Any, given: list[Array], made: list[Any], grads: Any, seed: int | None, tables: Any) -> Any:
+    """Fills dq, dk and dv, which are `made`, and returns them, and the further gradients that are asked for."""
     (dq, _), (dk, b), (dv, c) = made
     more = call.run(_operands(given, made), seed, tables)
-    if sum_items:
-        dk, dv = sum_items(b), sum_items(c)
+    if call.request.problem.shared:
+        dk, dv = call.sum_items(b), call.sum_items(c)
     results = tuple([like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False)])
     return (*results, tuple([_convert(given[0], y) for y in more])) if grads else results
 
@@ -191,20 +184,6 @@ def _make_again(x: Array, form: Array) -> tuple[Any, Array]:
     strides = None if alike or x.kind == "numpy" else tuple([step // size for step in form.strides])
     new, address = fresh(x.owner, form.shape, alike=alike, strides=strides)
     return new, form.of(new, address)
-
-
-@standard
-def _sum_items(x: Array) -> Any:
-    """Adds the gradients of keys that items share: each item's rounded, added in float64, ascending; rounded once."""
-    each = x.numpy()
-    total = np.zeros((1, *each.shape[1:]))
-    with np.errstate(all="ignore"):
-        for item in each:
-            total += item
-        total = total if x.dtype == "float64" else total.astype(np.float32)
-        result, to = empty_like(x, total.shape, x.dtype, ordered=True)
-        to.numpy()[...] = total
-    return result
 
 
 def _convert(q: Array, x: Any) -> Any:

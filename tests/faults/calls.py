@@ -26,14 +26,14 @@ MUTATIONS = (
     ),
     Mutation(
         "what flows to shared keys is the last item's",
-        "calls/backward.py",
+        "cpu/engine/backward_call.py",
         "total += item",
         "total[...] = item",
         "tests/conformance/attention/test_layouts.py -k flows_to_shared",
     ),
     Mutation(
         "what flows to shared keys is added in float32",
-        "calls/backward.py",
+        "cpu/engine/backward_call.py",
         "total = np.zeros((1, *each.shape[1:]))",
         "total = np.zeros((1, *each.shape[1:]), np.float32)",
         "tests/conformance/attention/test_layouts.py -k flows_to_shared",

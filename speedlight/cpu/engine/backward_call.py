@@ -19,6 +19,7 @@ from ...problem.gradients import SINKS, Asked
 from ...problem.operands import Operands, Strides, step_of_items, stride_of
 from ...problem.plan import Plan, Run, pair_flops, plan_of
 from ...problem.problem import FAR_LSE, LAYOUTS, QUERY_BLOCK, Problem
+from ...problem.results import empty_like
 from ..memory.operands import steps
 from ..memory.records import BACKWARD, GRADIENTS, TABLES, GradientItem
 from ..memory.shape import Kind, Shape
@@ -132,6 +133,19 @@ class Gradients:
             heads, length, _ = LAYOUTS[self.layout][-3:]
             at[heads], at[length] = head, rows
         return np.asarray(x.numpy()[tuple(at)], np.float64)
+
+    @standard
+    def sum_items(self, x: Array) -> Any:
+        """Adds gradients of keys that items share: each item's rounded, added in float64, ascending; rounded once."""
+        each = x.numpy()
+        total = np.zeros((1, *each.shape[1:]))
+        with np.errstate(all="ignore"):
+            for item in each:
+                total += item
+            total = total if x.dtype == "float64" else total.astype(np.float32)
+            result, to = empty_like(x, total.shape, x.dtype, ordered=True)
+            to.numpy()[...] = total
+        return result
 
     @standard
     def _narrowed(self, x: np.ndarray) -> np.ndarray:
