@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,6 +18,16 @@ def shown(x: Any) -> str:
         return _SHORT.repr(x)
     except Exception:  # an int of more digits than Python prints, a repr() that raises
         return f"a value of type {type(x).__name__}"
+
+
+_warned: set[str] = set()
+
+
+def warn_once(what: str, message: str) -> None:
+    """Warns of something the first time in a process, at the place that called the caller."""
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(f"speedlight: {message}", RuntimeWarning, stacklevel=3)
 
 
 # whether the package is on the package index: the one place that knows. The commit of the first release says True

@@ -20,6 +20,7 @@ import pytest
 from conftest import FULL
 
 import speedlight as sl
+from speedlight import errors
 from speedlight.calls import dense
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime import compile as compiling
@@ -67,7 +68,7 @@ def here(directory: Path, **environment: str) -> list[str]:
         for name, value in {"SPEEDLIGHT_CACHE_DIR": str(directory), **environment}.items():
             patch.setenv(name, value)
         patch.setattr(compiling, "_loaded", {})
-        patch.setattr(kept_files, "_warned", False)
+        patch.setattr(errors, "_warned", set())
         patch.setattr(compiling, "compile_ir", compiled)
         dense._prepared.clear()
         right = float(np.abs(sl.attention(q, q, q) - sl.reference.attention(q, q, q)).max()) < 1e-5
@@ -185,7 +186,7 @@ def test_no_place_at_all(tmp_path):
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "c"))
-    monkeypatch.setattr(kept_files, "_warned", False)
+    monkeypatch.setattr(errors, "_warned", set())
 
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -200,7 +201,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 def directory(tmp_path, monkeypatch) -> Path:
     """A cache with one kernel, DECODE's."""
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "c"))
-    monkeypatch.setattr(kept_files, "_warned", False)
+    monkeypatch.setattr(errors, "_warned", set())
     path = compiling.cache_path(DECODE)
     assert path is not None
     path.parent.mkdir(mode=0o700)

@@ -38,8 +38,7 @@ def kept(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.delenv("SPEEDLIGHT_TUNING")
     monkeypatch.setattr(tuned, "_known", {})
-    for module in (tuned, kept_files):
-        monkeypatch.setattr(module, "_warned", False)
+    monkeypatch.setattr(errors, "_warned", set())
     return tmp_path / "kept"
 
 
@@ -152,7 +151,7 @@ def write(path: Path, row: Any) -> None:
 
 def believed() -> bool:
     """Whether the file is; if not, one warning says so, the first time."""
-    tuned._warned = kept_files._warned = False
+    errors._warned.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = [again().origin.parts for _ in range(2)]

@@ -11,13 +11,10 @@ import hashlib
 import os
 import stat
 import sys
-import warnings
 from collections.abc import Collection
 from pathlib import Path
 
-from ...errors import ArgumentError, pass_on, shown
-
-_warned = False
+from ...errors import ArgumentError, pass_on, shown, warn_once
 
 
 def cache_directory() -> Path | None:
@@ -151,12 +148,8 @@ def _python_files(folder: str, within: str = "") -> list[tuple[str, str]]:
 
 
 def _warn(what: str, error: object) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"speedlight: the kernel cache {what} ({error}); kernels are compiled in each process. "
-            "Set SPEEDLIGHT_CACHE_DIR to a directory of your own, or SPEEDLIGHT_CACHE=0.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    warn_once(
+        "cache",
+        f"the kernel cache {what} ({error}); kernels are compiled in each process. Set SPEEDLIGHT_CACHE_DIR to a "
+        "directory of your own, or SPEEDLIGHT_CACHE=0.",
+    )

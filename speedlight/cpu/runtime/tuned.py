@@ -10,13 +10,12 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArgumentError, FileError, shown
+from ...errors import ArgumentError, FileError, shown, warn_once
 from ...host.forks import importing
 from ...host.machine import Isa, cpu_identity, host_arch
 from ...host.shortcuts import setting
@@ -28,7 +27,6 @@ _HEADER = len(_MAGIC) + 32  # then sha256 of the file's name and the rest, which
 Parts = dict[str, dict[str, Any]]  # of a tuning, the fields that differ from what ships
 _known: dict[str, Tuning | None] = {}  # of vector units, by name: read once in a process, when a first call is prepared
 _changes: tuple[Callable[[Tuning], Tuning], ...] = ()
-_warned = False
 
 
 def tuning_of(isa: Isa) -> Tuning:
@@ -174,12 +172,7 @@ def _sources() -> str:
 
 
 def _warn(path: Path, what: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"speedlight: {path} {what}; schedules are as they ship. Run `speedlight tune` again, or "
-            "`speedlight tune --reset`.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    warn_once(
+        "tuning",
+        f"{path} {what}; schedules are as they ship. Run `speedlight tune` again, or `speedlight tune --reset`.",
+    )

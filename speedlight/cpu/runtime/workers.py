@@ -20,11 +20,10 @@ import queue
 import sys
 import threading
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from ...arrays.integers import integer
-from ...errors import ArgumentError, pass_on
+from ...errors import ArgumentError, pass_on, warn_once
 from ...host.forks import importing
 from ...host.machine import slow_cores, usable_cpus
 from ...host.shortcuts import setting
@@ -39,7 +38,6 @@ _forked = False  # GNU OpenMP hangs in a forked child: there we use threads of o
 _region: list[object] = [None]  # the owner's token: one region at a time; other callers run inline
 _ours: Threads | None = None  # touched by the region's owner alone, likewise _helpers
 _helpers: list[_Helper] = []
-_warned = False
 
 
 def set_threads(n: int | None) -> None:
@@ -336,16 +334,11 @@ def _try_threads(count: int) -> bool:
 
 
 def _warn(error: object) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"speedlight: no more threads can be started ({error}); calls run on fewer. Raise the limit (ulimit -u, or "
-            "a container's "
-            "limit of processes), or ask for fewer: SPEEDLIGHT_THREADS=1.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    warn_once(
+        "threads",
+        f"no more threads can be started ({error}); calls run on fewer. Raise the limit (ulimit -u, or a container's "
+        "limit of processes), or ask for fewer: SPEEDLIGHT_THREADS=1.",
+    )
 
 
 def _after_fork() -> None:
