@@ -216,11 +216,11 @@ def begin_product(shape: AnyShape) -> None:
     product = getattr(shape, "product", "")
     tiles = product == "amx_tiles" and shape.kind == "forward" and shape.isa.has_tiles
     if tiles or (product == "odd_pairs" and shape.isa.is_native):
-        begin_tiles(shape.isa)
+        try_bfloat16(shape.isa)
 
 
 @functools.cache
-def begin_tiles(isa: Isa) -> None:
+def try_bfloat16(isa: Isa) -> None:
     """Tries instructions for bfloat16 whose order of sums is their own: once in a process, before the first kernel that
     needs them. Tile registers are asked for first.
 

@@ -72,7 +72,7 @@ def drawn(rng: np.random.Generator, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda x: x.name)
 def test_a_product_is_the_specified_one(unit, kind):
     if unit.has_tiles:
-        compiling.begin_tiles(unit)
+        compiling.try_bfloat16(unit)
     rng, kernel = np.random.default_rng(3), compiling.kernel_of(TileTestShape(unit))
     for _ in range(40):
         memory = np.zeros((5, TILE_BYTES), np.uint8)
@@ -228,7 +228,7 @@ def test_other_bits_than_specified_are_refused(unit, monkeypatch):
 
     monkeypatch.setattr(compiling, "Kernel", Wrong)
     with pytest.raises(UnsupportedError, match="other bits"):
-        compiling.begin_tiles.__wrapped__(machine.isa_named(unit))
+        compiling.try_bfloat16.__wrapped__(machine.isa_named(unit))
 
 
 def test_a_roof_asks_for_tiles_before_it_runs_them(monkeypatch):
@@ -239,6 +239,6 @@ def test_a_roof_asks_for_tiles_before_it_runs_them(monkeypatch):
         raise Asked
 
     monkeypatch.setattr(compiling, "permit_tiles", ask)
-    compiling.begin_tiles.cache_clear()
+    compiling.try_bfloat16.cache_clear()
     with pytest.raises(Asked):
         roof._kernels.__wrapped__(machine.isa_named("amx"), "bf16")
