@@ -173,7 +173,7 @@ _ARM_TILES = (replace(_TILES[0], narrow_scores=((4, 1), (1, 2)), key_vectors=4),
 _REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "arm": _ARM_TILES, "other": _TILES}
 
 # Measured over 90 shapes on Zen 4 and Zen 5, over 20 on an Intel Xeon (docs/ladder.md). Units of 16 registers have no
-# room for enough sums of one vector: they take the row of other CPUs. Arm's are predicted (docs/performance.md).
+# room for enough sums of one vector: they take the row of other CPUs. Arm's are predicted (docs/systems.md).
 #                       worth of 1, 2, 3     panels  FLOPs of a task  tasks  even
 _FMA = {
     "zen4":     Blocking((1.00, 0.98, 0.95),      8,     800_000_000,     8,    8),
