@@ -16,7 +16,7 @@ from .bounds import Exact, Walk, integers, visible
 from .derivative import flows
 from .tables import Table
 from .tracing import Expression
-from .tree import Node, lazily, merged, order, structure
+from .tree import FLOW, Node, lazily, merged, order, structure
 
 # of a table: address, 4 lengths, 4 strides, least and greatest entry (of integers)
 TABLE_WORDS = 11
@@ -81,6 +81,11 @@ class Program:
     def roots(self) -> list[Node]:
         ends = (self.mask, self.score, self.flow, *(x for pair in self.entries for x in pair))
         return [root for root in ends if root is not None]
+
+    @property
+    def changes_flow(self) -> bool:
+        """Raw scores have another gradient than scores."""
+        return self.flow is not None and not (self.flow.op == "symbol" and self.flow.value == FLOW)
 
     @lazily
     def walked(self) -> list[Node]:

@@ -18,7 +18,7 @@ from typing import Any
 from ..expressions.operations import OPERATIONS
 from ..expressions.program import ENDS, LENGTHS, STRIDES, TABLE_WORDS, Program
 from ..expressions.tables import Table
-from ..expressions.tree import FLOW, OF_KEYS, Node, order
+from ..expressions.tree import OF_KEYS, Node, order
 
 
 def key_of(program: Program) -> str:
@@ -239,7 +239,7 @@ def source(program: Program) -> str:
     """The functions."""
     before = _Text(program)
     bodies = [_apply(program, before)]
-    if changes_flow(program):
+    if program.changes_flow:
         bodies.append(_back(program, before))
     bodies += [_entry(program, before, n) for n in range(len(program.entries))]
     words = set(re.findall(r"\w+", " ".join([line for _, lines in bodies for line in lines])))
@@ -257,12 +257,6 @@ def source(program: Program) -> str:
 
 _HEAD = """from speedlight.gpu.primitives import *
 """
-
-
-def changes_flow(program: Program) -> bool:
-    """Returns whether raw scores have another gradient than scores."""
-    flow = program.flow
-    return flow is not None and not (flow.op == "symbol" and flow.value == FLOW)
 
 
 def _apply(program: Program, before: _Text) -> tuple[str, list[str]]:

@@ -17,7 +17,7 @@ from ...host.shortcuts import address_of
 from ...host.tunings import Ranges
 from ...problem.biases import shares_of
 from ...problem.problem import Problem
-from ..kernels.score_backward import at_positions, by_rows, changes_flow
+from ..kernels.score_backward import at_positions, by_rows
 from ..memory.records import SHARE_OF
 from ..runtime.launch import take_scratch
 from .backward_schedule import blocks_of_positions, side_by_side
@@ -41,7 +41,7 @@ class TableSums(NamedTuple):
 
     def beside(self, problem: Problem, program: Program | None, threads: int, wants: Ranges) -> bool:
         """Returns whether a kernel of its own sums them; dS is computed twice then."""
-        if not self.rows or changes_flow(program):
+        if not self.rows or (program is not None and program.changes_flow):
             return True
         return not self.alone and side_by_side(problem, threads, wants) < 2 * threads
 

@@ -19,7 +19,7 @@ from .gradient_rows import copy_vectors, multiply_vectors, stage_across, stage_r
 from .gradient_tiles import UNITS, Weights, dot_of_panels, make_units
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panels import Panel, PanelWork, Tile
-from .score_backward import changes_flow, entries_tile, needs_raw, score_backward_tile
+from .score_backward import entries_tile, needs_raw, score_backward_tile
 from .staging import pack_queries
 from .task import look, pause
 from .visibility import extent, visibility
@@ -41,7 +41,7 @@ class PairParts:
         self.per_query_streams = per_query_streams(program) if program else []
         self.prefetch_addresses = prefetch_addresses(m, s, program) if self.per_query_streams else None
         self.expression = expression_tile(m, s, program) if program else None
-        self.flow = score_backward_tile(m, s, program) if program and changes_flow(program) else None
+        self.flow = score_backward_tile(m, s, program) if program and program.changes_flow else None
         self.keeps_raw = needs_raw(program)
         self.factors, self.multiplied = (drop_factors(m, s), multiply_vectors(m, s)) if s.dropout else (None, None)
         last = self.flow is None and not s.dropout

@@ -20,17 +20,11 @@ from .lower import Lowering, of_queries, scale_of
 _Env = dict[str, Value]  # what symbols are
 
 
-def changes_flow(program: Program | None) -> bool:
-    """Returns whether raw scores have another gradient than scores."""
-    flow = None if program is None else program.flow
-    return flow is not None and not (flow.op == "symbol" and flow.value == FLOW)
-
-
 def needs_raw(program: Program | None) -> bool:
     """Returns whether scores are looked at again once an expression has changed them."""
-    return changes_flow(program) or (
-        program is not None and any(["s" in x.uses for entry in program.entries for x in entry])
-    )
+    if program is None:
+        return False
+    return program.changes_flow or any(["s" in x.uses for entry in program.entries for x in entry])
 
 
 def score_backward_tile(module: Module, s: Shape, program: Program) -> Any:
