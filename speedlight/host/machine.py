@@ -88,14 +88,16 @@ class Steps(NamedTuple):
     gradients: str = ""  # the product of gradients, where it is another
     dot: bool | str = False  # its class of bits, as reference.error_bound() takes it
     packed: int = 1  # units that lie together in a packed row of queries or keys: zeros fill it up
+    title: str = "multiply-adds"
+    tried: tuple[str, ...] = ()  # kernels before whose first use the order of its instruction's sums is tried
 
 
-# by name; host/tunings.py has a field of the same name
+# by name; host/tunings.py has a table of the same name
 PRODUCTS = {
     "fma": Steps(1),
-    "pairs": Steps(2, dot=True),
-    "amx_tiles": Steps(2, 16, 32, "fma", "tiles", 16),
-    "odd_pairs": Steps(2, 1, 8, "fma", "odd", 2),
+    "pairs": Steps(2, dot=True, title="pairs of bfloat16"),
+    "amx_tiles": Steps(2, 16, 32, "fma", "tiles", 16, "tiles of bfloat16", ("forward",)),
+    "odd_pairs": Steps(2, 1, 8, "fma", "odd", 2, "pairs of bfloat16, rounded to odd", ("forward", "decode")),
 }
 
 

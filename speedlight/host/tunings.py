@@ -7,9 +7,9 @@ have been measured here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .machine import Isa, cpu_family, host_arch
+from .machine import PRODUCTS, Isa, cpu_family, host_arch
 
 FAMILIES = {
     "zen4": "Zen 4", "zen5": "Zen 5", "intel512": "Intel with AVX-512", "arm": "64-bit Arm", "other": "another CPU",
@@ -98,6 +98,9 @@ class Threading:
 MANY, WAKES = 16, 4
 
 
+Parts = dict[str, dict[str, Any]]  # of a tuning, the fields that differ from another's
+
+
 class Origin(NamedTuple):
     """The source of a tuning; str() says it in words."""
 
@@ -118,24 +121,26 @@ class Tuning:
 
     family: str
     tiles: tuple[RegisterTiles, ...]
-    fma: Blocking  # by what multiplies
-    pairs: Blocking
-    amx_tiles: Blocking
-    odd_pairs: Blocking
+    blockings: dict[str, Blocking]  # by product
     fetching: Fetching
     decoding: Decoding
     ranges: Ranges
     threading: Threading
     date: str = ""  # when parts of it were measured on this machine, if so
 
-    def blocking(self, product: str) -> Blocking:
-        """Returns the row of a product of machine.PRODUCTS; KeyError where none was measured for it."""
-        known = {"fma": self.fma, "pairs": self.pairs, "amx_tiles": self.amx_tiles, "odd_pairs": self.odd_pairs}
-        return known[product]
+    def part(self, name: str) -> Any:
+        """Returns the Blocking of a product, or the field of this name."""
+        return self.blockings[name] if name in PRODUCTS else getattr(self, name)
+
+    def with_parts(self, parts: Parts, **more: Any) -> Tuning:
+        """Returns another tuning, of whose parts some fields differ."""
+        new = {name: replace(self.part(name), **fields) for name, fields in parts.items()}
+        blockings = self.blockings | {x: new.pop(x) for x in PRODUCTS if x in new}
+        return replace(self, blockings=blockings, **new, **more)
 
     @property
     def origin(self) -> Origin:
-        own = [x for x in LIMITS if getattr(self, x) != getattr(TUNINGS[self.family], x)]
+        own = [x for x in LIMITS if self.part(x) != TUNINGS[self.family].part(x)]
         return Origin(self.family, self.date or None, tuple(own))
 
     def register_tiles(self, isa: Isa) -> RegisterTiles:
@@ -190,8 +195,9 @@ _PAIRS = {
     "other":    Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
 }  # fmt: skip
 # Of AMX's tiles two vectors of queries share each tile of keys; Intel's CPUs alone have them.
-_AMX_TILES = Blocking((0.60, 1.00, 0.70), 12, 6_400_000_000, 8, 8)
-_ODD_PAIRS = Blocking((0.65, 0.97, 1.00), 8, 3_200_000_000, 8, 8)  # as llvm-mca predicts
+_AMX_TILES = dict.fromkeys(FAMILIES, Blocking((0.60, 1.00, 0.70), 12, 6_400_000_000, 8, 8))
+_ODD_PAIRS = dict.fromkeys(FAMILIES, Blocking((0.65, 0.97, 1.00), 8, 3_200_000_000, 8, 8))  # as llvm-mca predicts
+_BLOCKINGS = {"fma": _FMA, "pairs": _PAIRS, "amx_tiles": _AMX_TILES, "odd_pairs": _ODD_PAIRS}
 
 # A Zen 5 reads a fifth faster with it. On a Zen 4 what is fetched to the first level takes the place of what is being
 # missed there, 24 lines at once: 16 KiB ahead to the second level reads up to half faster (docs/ladder.md). An Intel
@@ -227,10 +233,7 @@ _BLOCKS = {
     "even": (1, 64),
 }
 LIMITS: dict[str, dict[str, tuple[float, float]]] = {
-    "fma": _BLOCKS,
-    "pairs": _BLOCKS,
-    "amx_tiles": _BLOCKS,
-    "odd_pairs": _BLOCKS,
+    **dict.fromkeys(PRODUCTS, _BLOCKS),
     "fetching": {
         "groups": (0, 2), "keys": (0, 16), "cache_bytes": (0, 65536), "cache_blocks": (0, 24), "twice": (0, 1),
         "level": (1, 3), "alone": (0, 1), "rows": (0, 64),
@@ -241,11 +244,16 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
 
 TUNINGS = {
     x: Tuning(
-        x, _REGISTER_TILES[x], _FMA[x], _PAIRS[x], _AMX_TILES, _ODD_PAIRS,
-        _FETCHING[x], _DECODING, _RANGES, _THREADING[x],
+        x,
+        _REGISTER_TILES[x],
+        {product: rows[x] for product, rows in _BLOCKINGS.items()},
+        _FETCHING[x],
+        _DECODING,
+        _RANGES,
+        _THREADING[x],
     )
     for x in FAMILIES
-}  # fmt: skip
+}
 
 
 def shipped(isa: Isa) -> Tuning:

@@ -20,12 +20,12 @@ from ..arrays.array import describe
 from ..arrays.dtypes import numpy_dtype
 from ..cpu.engine.forward_call import prepare
 from ..cpu.engine.storage import CacheStorage
-from ..cpu.runtime.tuned import Parts, changed, with_parts
+from ..cpu.runtime.tuned import changed
 from ..cpu.runtime.workers import get_threads
 from ..errors import CompileError
 from ..host.machine import Isa
 from ..host.shortcuts import address_of
-from ..host.tunings import TUNINGS, Tuning
+from ..host.tunings import TUNINGS, Parts, Tuning
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
 from ..problem.problem import Options
@@ -109,7 +109,7 @@ def try_all(
         if time.perf_counter() < end:
             outcome = try_out(trial, isa, tuning, turns)
             if outcome.kept is not None:
-                tuning = with_parts(tuning, trial.candidates(tuning)[outcome.kept])
+                tuning = tuning.with_parts(trial.candidates(tuning)[outcome.kept])
             yield outcome, tuning
         advance()
 
@@ -130,7 +130,7 @@ def try_out(trial: Trial, isa: Isa, tuning: Tuning, turns: int) -> Outcome:
 
 
 def _runs(cases: list[Case], isa: Isa, tuning: Tuning, parts: Parts) -> list[Run]:
-    with changed(lambda _: with_parts(tuning, parts)):
+    with changed(lambda _: tuning.with_parts(parts)):
         return [case(isa) for case in cases]
 
 
@@ -252,8 +252,8 @@ def _blocks(dtype: str, part: str) -> Iterator[Trial]:
 
 def _worths(tuning: Tuning, part: str) -> dict[str, Parts]:
     """Returns what panels of one, two and three vectors are worth to any family, with four and eight of them."""
-    now, found = getattr(tuning, part), {}
-    for worth in dict.fromkeys(x.worth for t in TUNINGS.values() for x in (t.fma, t.pairs, t.amx_tiles, t.odd_pairs)):
+    now, found = tuning.part(part), {}
+    for worth in dict.fromkeys(x.worth for t in TUNINGS.values() for x in t.blockings.values()):
         best = sorted((1, 2, 3), key=lambda n: -worth[n - 1])
         for panels in (4, 8):
             if (worth, panels) != (now.worth, now.panels):
@@ -264,7 +264,7 @@ def _worths(tuning: Tuning, part: str) -> dict[str, Parts]:
 
 def _tasks(tuning: Tuning, part: str) -> dict[str, Parts]:
     """Larger and smaller tasks, and more or fewer of them for each thread."""
-    now = getattr(tuning, part)
+    now = tuning.part(part)
     sizes = {f"{x / 1e9:g} GFLOP": {"task_flops": x} for x in (now.task_flops // 4, now.task_flops * 4)}
     tasks = _others("tasks", now.tasks, (4, 8, 16)) | _others("even", now.even, (4, 8))
     return {name: {part: x} for name, x in (sizes | tasks).items()}
@@ -273,7 +273,7 @@ def _tasks(tuning: Tuning, part: str) -> dict[str, Parts]:
 def _field(part: str, field: str, values: dict[str, Any]) -> Callable[[Tuning], dict[str, Parts]]:
     """Returns the candidates that differ in one field."""
     return lambda tuning: {
-        name: {part: {field: x}} for name, x in values.items() if x != getattr(getattr(tuning, part), field)
+        name: {part: {field: x}} for name, x in values.items() if x != getattr(tuning.part(part), field)
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from problems import DTYPES
@@ -16,18 +15,14 @@ from speedlight.calls import backward, dense
 from speedlight.cpu.engine import schedule
 from speedlight.cpu.runtime.tuned import changed
 from speedlight.host.machine import PRODUCTS, current_isa
-from speedlight.host.tunings import Tuning
 
 
 @contextlib.contextmanager
 def tuned(**parts: dict[str, Any]) -> Iterator[None]:
     """Calls are prepared anew, with another tuning: of each of its parts some fields that differ."""
 
-    def change(tuning: Tuning) -> Tuning:
-        return replace(tuning, **{x: replace(getattr(tuning, x), **fields) for x, fields in parts.items()})
-
     memos = dense._prepared, backward._prepared
-    with changed(change):
+    with changed(lambda tuning: tuning.with_parts(parts)):
         try:
             for memo in memos:
                 memo.clear()

@@ -59,8 +59,8 @@ def panel() -> int:
 def test_every_row_is_within_its_limits():
     for family, row in TUNINGS.items():
         assert row.family == family and row.origin == (family, None, ())
-        every = {name: {x: asdict(getattr(row, name))[x] for x in limits} for name, limits in LIMITS.items()}
-        assert tuned.with_parts(row, tuned._checked(every, row)).origin.parts == ()
+        every = {name: {x: asdict(row.part(name))[x] for x in limits} for name, limits in LIMITS.items()}
+        assert row.with_parts(tuned._checked(every, row)).origin.parts == ()
 
 
 def extremes() -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def extremes() -> list[dict[str, Any]]:
     for side in (0, 1):
         parts = {}
         for name, limits in LIMITS.items():
-            kinds = {x: type(getattr(getattr(TUNINGS["other"], name), x)) for x in limits}
+            kinds = {x: type(getattr(TUNINGS["other"].part(name), x)) for x in limits}
             parts[name] = {x: kinds[x](limits[x][side]) for x in limits if kinds[x] is not tuple}
             if "worth" in limits:
                 parts[name]["worth"] = (0.01, 0.01, 1.0) if side else (1.0, 0.01, 0.01)
@@ -318,7 +318,7 @@ def test_every_trial_is_within_limits():
                 for parts in candidates.values():
                     tuned._checked(json.loads(json.dumps(parts)), tuning)
                     ((name, fields),) = parts.items()
-                    ((other, differ),) = tuned.parts_of(tuned.with_parts(tuning, parts), tuning).items()
+                    ((other, differ),) = tuned.parts_of(tuning.with_parts(parts), tuning).items()
                     assert name == other and differ.items() <= fields.items()
 
 

@@ -84,7 +84,7 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     """
     lanes, product = isa.lanes(problem.storage), product_name(problem, isa)
     rows = [n * problem.group for n in problem.q_lengths]
-    wants, tiles = tuning.blocking(product), tuning.register_tiles(isa)
+    wants, tiles = tuning.blockings[product], tuning.register_tiles(isa)
     vectors = min((3, 2, 1), key=lambda n: _blocks(rows, lanes * n) * n / wants.worth[n - 1])
     panel = lanes * vectors
     stage_keys, stage_values = _staged(problem, product, strides)

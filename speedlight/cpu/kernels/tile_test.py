@@ -29,7 +29,7 @@ def tile_test_module(s: TileTestShape, symbol: str) -> Module:
     """Writes symbol(memory), of tiles A, B, C, and C + A·B as the unit has it, and by vectors."""
     module = Module(symbol)
     k = module.function(symbol, {"memory": PTR}, public=True)
-    (_write_dots if s.isa.product("bf16") == "odd_pairs" else _write_tiles)(k, s.isa)
+    _WRITERS[s.isa.product("bf16")](k, s.isa)
     test = k.finish()
     k = module.function(f"{symbol}_joined", {"memory": PTR}, public=True)
     k.call(test, k.p["memory"])
@@ -54,3 +54,6 @@ def _write_tiles(k: Function, isa: Isa) -> None:
                 unit.load(k, register, k.at(k.p["memory"], at * TILE_BYTES), row)
             unit.dot(k, 0, 4, 6)
             unit.store(k, 0, k.at(k.p["memory"], (3 + n) * TILE_BYTES), row)
+
+
+_WRITERS = {"amx_tiles": _write_tiles, "odd_pairs": _write_dots}  # of products that are tried

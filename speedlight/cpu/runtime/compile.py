@@ -25,7 +25,7 @@ import numpy as np
 
 from ...errors import CompileError, UnsupportedError
 from ...host.llvm import load, process_triple, undisturbed
-from ...host.machine import cpu_name, permit_tiles
+from ...host.machine import PRODUCTS, cpu_name, permit_tiles
 from ...host.rounding import standard
 from .kept_files import cache_directory, check_directory, digest_of, keep, read_content, read_kept, sum_of
 
@@ -213,9 +213,8 @@ def _make(shape: AnyShape) -> Kernel:
 
 def begin_product(shape: AnyShape) -> None:
     """Makes this process ready for the product of a shape: before its code runs, whoever compiled it."""
-    product = getattr(shape, "product", "")
-    tiles = product == "amx_tiles" and shape.kind == "forward" and shape.isa.has_tiles
-    if tiles or (product == "odd_pairs" and shape.isa.is_native):
+    product = getattr(shape, "product", "fma")
+    if shape.kind in PRODUCTS[product].tried and shape.isa.is_native:
         try_bfloat16(shape.isa)
 
 

@@ -11,7 +11,7 @@ import datetime
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from ...errors import ArgumentError, FileError, shown, warn_once
 from ...host.forks import importing
 from ...host.machine import Isa, cpu_identity, host_arch
 from ...host.shortcuts import setting
-from ...host.tunings import LIMITS, Tuning, shipped
+from ...host.tunings import LIMITS, Parts, Tuning, shipped
 from .kept_files import cache_directory, digest_of, keep, read_kept, sum_of
 
 _MAGIC = b"speedlight tuning 1\n"
 _HEADER = len(_MAGIC) + 32  # then sha256 of the file's name and the rest, which is JSON
-Parts = dict[str, dict[str, Any]]  # of a tuning, the fields that differ from what ships
 _known: dict[str, Tuning | None] = {}  # of vector units, by name: read once in a process, when a first call is prepared
 _changes: tuple[Callable[[Tuning], Tuning], ...] = ()
 
@@ -56,16 +55,11 @@ def changed(change: Callable[[Tuning], Tuning]) -> Iterator[None]:
         _changes = before
 
 
-def with_parts(tuning: Tuning, parts: Parts, **more: Any) -> Tuning:
-    """Another tuning, of whose parts some fields differ."""
-    return replace(tuning, **{name: replace(getattr(tuning, name), **part) for name, part in parts.items()}, **more)
-
-
 def parts_of(tuning: Tuning, base: Tuning) -> Parts:
     """The fields that may be tuned and differ from another's."""
     found: Parts = {}
     for name, limits in LIMITS.items():
-        now, before = asdict(getattr(tuning, name)), asdict(getattr(base, name))
+        now, before = asdict(tuning.part(name)), asdict(base.part(name))
         if part := {x: now[x] for x in limits if now[x] != before[x]}:
             found[name] = part
     return found
@@ -100,7 +94,7 @@ def kept_tuning(isa: Isa) -> Tuning | None:
         if [row[name] for name in ("cpu", "isa", "sources")] != [cpu_identity(), isa.name, _sources()]:
             return None  # of another CPU, or another version
         date = datetime.date.fromisoformat(row["date"]).isoformat()
-        return with_parts(shipped(isa), _checked(row["parts"], shipped(isa)), date=date)
+        return shipped(isa).with_parts(_checked(row["parts"], shipped(isa)), date=date)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _warn(path, f"is not what `speedlight tune` writes ({error})")
         return None
@@ -111,7 +105,7 @@ def _checked(parts: Any, tuning: Tuning) -> Parts:
     found: Parts = {}
     for name, given in parts.items():
         limits = LIMITS[name]
-        now = getattr(tuning, name)
+        now = tuning.part(name)
         found[name] = {x: _within(value, getattr(now, x), limits[x], f"{name}.{x}") for x, value in given.items()}
     return found
 

@@ -112,17 +112,13 @@ def test_every_unit_has_a_row_in_every_table():
             assert keys * vectors + vectors < unit.registers  # sums, and a vector of each query
         for product in {unit.product(storage) for storage in ("f32", "f64", "f16", "bf16")}:
             assert product in machine.PRODUCTS
-            assert len(tuning.blocking(product).worth) == 3
+            assert len(tuning.blockings[product].worth) == 3
 
 
 def test_every_product_has_a_class_and_none_takes_anothers_tuning():
     assert machine.PRODUCTS.keys() == CLASSES.keys()
     for tuning in tunings.TUNINGS.values():
-        assert {x: tuning.blocking(x) for x in machine.PRODUCTS} == {
-            "fma": tuning.fma, "pairs": tuning.pairs, "amx_tiles": tuning.amx_tiles, "odd_pairs": tuning.odd_pairs,
-        }  # fmt: skip
-        with pytest.raises(KeyError):
-            tuning.blocking("tiles")
+        assert tuning.blockings.keys() == machine.PRODUCTS.keys()
 
 
 @pytest.mark.parametrize(("storage", "least"), [("f32", 0.0), ("bf16", 0.0), ("f64", 2.0**-51)])
