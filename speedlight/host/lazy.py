@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ..errors.other_names import ELSEWHERE
 from .forks import importing
 
 
@@ -20,8 +19,7 @@ def importer(scope: dict[str, Any], names: Mapping[str, str], modules: Collectio
     def find(name: str) -> Any:
         home = name if name in modules else homes.get(name)
         if home is None:
-            way = ELSEWHERE.get(package, {}).get(name, "").format(name=name)
-            raise AttributeError(f"module {package!r} has no attribute {name!r}" + (f": {way}" if way else ""))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_way_out(package, name)}")
         with importing:
             module = importlib.import_module(home if home.startswith(".") else f".{home}", package)
         if name in modules:
@@ -30,3 +28,14 @@ def importer(scope: dict[str, Any], names: Mapping[str, str], modules: Collectio
         return value
 
     return find
+
+
+def _way_out(package: str, name: str) -> str:
+    """Returns what stands for a name of another library; its table is imported where one is missing."""
+    if name.startswith("_"):
+        return ""
+    with importing:
+        from ..errors.other_names import ELSEWHERE
+
+    way = ELSEWHERE.get(package, {}).get(name, "").format(name=name)
+    return f": {way}" if way else ""

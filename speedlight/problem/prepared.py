@@ -80,14 +80,18 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
     """
     layout = options.layout
     heads_first = _HEADS_FIRST.get(layout) if type(layout) is str else None
-    if heads_first is None or len(tensors) != 3 or options.q_start is not None or type(options.causal) is not bool:
+    if heads_first is None or len(tensors) != 3:
+        return None
+    q, k, v = tensors
+    kind = type(q)
+    if kind is np.ndarray and (q.ndim != 4 or q.shape[2 if heads_first else 1] > _FEW):
+        return None
+    if options.q_start is not None or type(options.causal) is not bool:
         return None
     if type(options.k_start) is not int or options.k_start:
         return None
     if not options.q_lengths is options.k_lengths is options.cu_seqlens_q is options.cu_seqlens_k is None:
         return None
-    q, k, v = tensors
-    kind = type(q)
     if not (kind is type(k) is type(v)):
         return None
     try:
