@@ -87,7 +87,7 @@ def bf16_report(unit: machine.Isa) -> dict[str, Any]:
 
 
 def bf16_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Prints bf16_report(): which unit is chosen changes bits of bfloat16, so that nothing but the user changes it."""
+    """Returns bf16_report() as a line that advises: another unit changes bits of bfloat16, so that users choose it."""
     if not report:
         return []
     peaks, other = report["bfloat16_thread_flops"], report["recommended_isa"]
@@ -169,8 +169,8 @@ def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
     tile = f"{report['lanes_are']} in lanes; {panels} a tile of keys"
     if report["tile_rows"]:
         tile = f"register tile {report['tile_rows']} x {report['tile_vectors']} vectors; {tile}"
-    units = {"pairs": "pairs of bfloat16", "amx_tiles": "tiles of bfloat16", "odd_pairs": "quads of bfloat16"}
-    product = units.get(report["product"], "multiply-adds")
+    operands = {"pairs": "pairs of bfloat16", "amx_tiles": "tiles of bfloat16", "odd_pairs": "quads of bfloat16"}
+    product = operands.get(report["product"], "multiply-adds")
     registers = f"{report['registers']} of {unit.registers} vector registers"
     rows = [
         ("kernel", report["kernel"]),
