@@ -160,7 +160,7 @@ def attention(
 
 
 def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, engine: Any = None) -> Any:
-    """Replays or repeats a call that was prepared; of a new one autograd or the engine takes care."""
+    """Replays or repeats a call that was prepared; a new one goes to autograd, or to the engine."""
     of_tensors = type(q) is not np.ndarray and out is engine is None and return_lse is False
     if of_tensors and (results := dense.replay(None, q, k, v, options)) is not None:
         return results

@@ -194,7 +194,7 @@ def _add_panel(
 
 
 def _join(k: Function, s: Shape, x: Words, j: Value, sums: Sums) -> None:
-    """Adds sums to the totals of keys from j on; `fresh` ones are the totals; at the `end` totals · factor go to out."""
+    """Adds sums to the totals of keys from j on; `fresh` ones are the totals; at the end, totals · factor go to out."""
     found = [(m, v, one.get()) for m, v, one in each_sum(sums)]
     at = k.at(k.pointer(x.total), j * x.total_row + k.p["column"])
     totals = [k.variable(one + k.const(0.0, s.vector)) for _, _, one in found]  # +0 where it is -0
