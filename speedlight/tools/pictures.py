@@ -147,7 +147,7 @@ def _heads_drawn(problem: Problem, head: int) -> str:
 
 
 def _draw_tiles(axes: Any, plan: Plan, head: int) -> tuple[float, int]:
-    """Draws the map of the first item; returns the queries and keys of a cell."""
+    """The map of one item; returns the queries and keys of a cell."""
     from matplotlib.colors import ListedColormap
 
     p = plan.problem
@@ -182,7 +182,19 @@ def draw_weights(
 
     Returns the figure and what it shows; `watch` is called after each head.
     """
-    _check_drawn(q, k, heads, item)
+    if q.ndim != 4 or k.ndim != 4:
+        raise ArgumentError(
+            f"q: expected arrays of shape (batch, heads, length, head_dim); got {tuple(q.shape)} and {tuple(k.shape)}."
+        )
+    fits = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and k.shape[1] and not q.shape[1] % k.shape[1]
+    if not fits:
+        raise ArgumentError(
+            f"k: expected shape ({q.shape[0]}, kv heads, length, {q.shape[3]}), with kv heads that divide q's "
+            f"{q.shape[1]} heads; got {tuple(k.shape)}."
+        )
+    for name, chosen, most in (("item", [item], q.shape[0]), ("head", heads, q.shape[1])):
+        if any(not 0 <= x < most for x in chosen):
+            raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
     rows, keys = _spans(span, q.shape[2], k.shape[2])
     tokens = None if labels is None else [x.replace("$", r"\$") for x in labels]
     if tokens is not None and len(tokens) != k.shape[2]:
@@ -221,25 +233,8 @@ def draw_weights(
     return figure, {"weights": {"item": item, "queries": rows, "keys": keys, "heads": largest}}
 
 
-def _check_drawn(q: Any, k: Any, heads: Sequence[int], item: int) -> None:
-    """Raises unless queries and keys fit together, and have these heads and this item."""
-    if q.ndim != 4 or k.ndim != 4:
-        raise ArgumentError(
-            f"q: expected arrays of shape (batch, heads, length, head_dim); got {tuple(q.shape)} and {tuple(k.shape)}."
-        )
-    fits = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and k.shape[1] and not q.shape[1] % k.shape[1]
-    if not fits:
-        raise ArgumentError(
-            f"k: expected shape ({q.shape[0]}, kv heads, length, {q.shape[3]}), with kv heads that divide q's "
-            f"{q.shape[1]} heads; got {tuple(k.shape)}."
-        )
-    for name, chosen, most in (("item", [item], q.shape[0]), ("head", heads, q.shape[1])):
-        if any(not 0 <= x < most for x in chosen):
-            raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
-
-
 def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: int) -> None:
-    """Labels an axis with tokens instead of numbers; with every n-th, where there are many."""
+    """Tokens instead of numbers; every few, where there are many."""
     at = list(range(*span, max(1, -(-(span[1] - span[0]) // 42))))
     axis.set_ticks(at, [tokens[i] for i in at], fontsize=6 if len(at) > 24 else 8)
     axis.set_tick_params(rotation=rotation)
@@ -248,7 +243,7 @@ def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: i
 def _cells(
     q: Any, k: Any, item: int, head: int, options: dict[str, Any], rows: tuple[int, int], keys: tuple[int, int]
 ) -> np.ndarray:  # fmt: skip
-    """Returns the weights of some rows and keys of a head, computed by rows; where tokens share a cell, the largest."""
+    """The weights of some rows and keys of a head, computed by rows; where tokens share a cell, the largest."""
     kv_head = head // (q.shape[1] // max(1, k.shape[1]))
     one = k[item : item + 1, kv_head : kv_head + 1]
     tall, wide = (max(1, -(-(end - first) // _PIXELS)) for first, end in (rows, keys))
