@@ -223,7 +223,7 @@ class _Task(PairWork):
         whole, some = k.variable(k.const(1, I1)), k.variable(k.const(0, I1))
         with k.range(first, first + n) as i:
             panel = Panel(self, i)
-            low, high, careful = (panel.end(x) for x in ("key_first", "key_end", "careful"))
+            low, high, careful = (panel.word(x) for x in ("key_first", "key_end", "careful"))
             some.set(some.get() | (low < high))
             empty = panel.word("first").equals(panel.word("end"))
             whole.set(whole.get() & ((low.equals(0) & high.equals(count) & careful.equals(0)) | empty))
