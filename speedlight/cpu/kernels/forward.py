@@ -254,19 +254,20 @@ class _Task(PanelWork):
         """Returns where scales lie: of keys, and of values."""
         return [self.k.at(self.part("scales"), n * (TILE * 4)) for n in (0, 1)]
 
-    def panel_tile(self, panel: Panel, tile: Tile, masked: Seen) -> None:
-        """Takes a panel through the keys of a tile that its mask shows; `causal` may hide more of them."""
+    def panel_tile(self, panel: Panel, tile: Tile, seen: Seen) -> None:
+        """Takes a panel through the keys of a tile that the mask shows; `causal` may hide more of them."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        product, shown = product_of(s), masked.shown(k, panel.word("low") - tile.start)
-        is_first = shown.clear.equals(shown.first)
-        self.count(k.select(is_first, shown.full - shown.first, k.i64(0)), shown.end - shown.first)
-        shown = shown._replace(full=product.whole_keys(k, shown.full, shown.end, tile.length))
-        missing = [k.select(shown.end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
-        first = s.first_of_units(masked.first)  # from here on keys are numbered from this one: whole units are taken
-        masked, shown = masked.counted_from(first), shown.counted_from(first)
-        start, high = tile.start + first, masked.end
+        product, low = product_of(s), k.min(panel.word("low") - tile.start, seen.full)
+        masked = seen.clear - s.first_of_units(seen.first)
+        plain = seen.clear_to(k, low)  # under `causal`, too
+        self.count(k.select(plain.clear.equals(seen.first), plain.full - seen.first, k.i64(0)), seen.end - seen.first)
+        whole, first = product.whole_keys(k, plain.full, seen.end, tile.length), s.first_of_units(seen.first)
+        # the same as numbers of keys from `first` on, where a unit begins
+        start, high = tile.start + first, seen.end - first
+        clear, shown, full = plain.clear - first, whole - first, seen.full - first
         keys = k.at(tile.keys, first * tile.k_row)
         values = product.values_from(k, tile.values, first, tile.v_row)
+        missing = [k.select(seen.end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
         scales = [k.at(x, first * 4) for x in self.scales()] if s.format.is_coded else []
         check, state, limits = self.part("check"), panel.part("span"), panel.lanes("limit")
         position = start + a.k_start
@@ -279,16 +280,16 @@ class _Task(PanelWork):
         k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1])
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
-            where = (position, start, high, self.item.index, masked.clear, masked.full, self.fetch)
-            hides = k.const(1, I1) if s.program.score is not None else (masked.clear > 0) | (masked.full < high)
+            where = (position, start, high, self.item.index, masked, full, self.fetch)
+            hides = k.const(1, I1) if s.program.score is not None else (masked > 0) | (full < high)
             with k.when(hides):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *where)
-        arguments = (check, state, limits, start, shown.clear, shown.full, high, self.scale(), *missing)
-        full = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
+        arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
+        unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        self.add_values(state, tile, values, (shown.clear, full, wide, high))
+        self.add_values(state, tile, values, (clear, unpredicated, wide, high))
 
     def add_values(self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...]) -> None:
         """Values by weights, summed to a panel's state. keys: those that all see, from and to; that any but the last

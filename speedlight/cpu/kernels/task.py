@@ -33,15 +33,9 @@ class Seen(NamedTuple):
     clear: Value
     full: Value
 
-    def shown(self, k: Function, limit: Value) -> Seen:
-        """Returns these where `causal` hides keys from `limit` on, too; an empty [clear, full) is at `first` then."""
-        full = k.min(limit, self.full)
-        is_any = full > self.clear
-        return Seen(self.first, self.end, *(k.select(is_any, x, self.first) for x in (self.clear, full)))
-
-    def counted_from(self, key: Value) -> Seen:
-        """Returns the same keys, numbered from another one."""
-        return Seen(*(x - key for x in self))
+    def clear_to(self, k: Function, full: Value) -> Seen:
+        """Returns the same keys, clear up to `full` alone; where none of them is, [clear, full) is empty at `first`."""
+        return Seen(self.first, self.end, *(k.select(full > self.clear, x, self.first) for x in (self.clear, full)))
 
 
 class Work:
