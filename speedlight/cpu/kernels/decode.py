@@ -159,9 +159,9 @@ class _Task(Work):
             self.finish(r)
 
     def merge_shares(self, alone: Value, shared: Value, spans: Value, states: Value) -> Value:
-        """Merges all spans, in order, in the last of the heads' tasks; returns whether this one has all of them.
+        """Returns whether this task ends its heads: it is alone, or comes last, and then merges all spans in order.
 
-        alone: whether there is no other. shared: where tasks leave the states of each span, so many bytes apart.
+        shared: where tasks leave what each span has seen, `states` bytes apart.
         """
         k, blocks = self.k, self.item.blocks
         finished = k.variable(alone)

@@ -258,7 +258,7 @@ class _Task(PanelWork):
         """Takes a panel through the keys of a tile that the mask shows; `causal` may hide more of them."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
         product, low = product_of(s), k.min(panel.word("low") - tile.start, seen.full)
-        masked = seen.clear - s.first_of_units(seen.first)
+        masked = seen.clear - s.first_of_units(seen.first)  # keys that the mask may hide before the clear ones
         plain = seen.clear_to(k, low)  # under `causal`, too
         self.count(k.select(plain.clear.equals(seen.first), plain.full - seen.first, k.i64(0)), seen.end - seen.first)
         whole, first = product.whole_keys(k, plain.full, seen.end, tile.length), s.first_of_units(seen.first)

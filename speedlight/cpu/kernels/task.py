@@ -134,7 +134,7 @@ class Work:
         return first, end, self.k.select(clear.equals(first), full, first)
 
     def parts_of(self, box: Box, start: Value, count: Value) -> Seen:
-        """Returns which of the keys [start, start + count) the mask shows a box, and which of them all of it."""
+        """Returns which keys of [start, start + count) a box may see, and the first run of them that all of it sees."""
         k, index = self.k, self.item.index
         seen = self.seen_of(box, start, start + count)
         packed = k.variable(k.select(seen.equals(0), k.i64(0), count << 8 | count << 16))
