@@ -169,8 +169,8 @@ def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
     tile = f"{report['lanes_are']} in lanes; {panels} a tile of keys"
     if report["tile_rows"]:
         tile = f"register tile {report['tile_rows']} x {report['tile_vectors']} vectors; {tile}"
-    operands = {"pairs": "pairs of bfloat16", "amx_tiles": "tiles of bfloat16", "odd_pairs": "quads of bfloat16"}
-    product = operands.get(report["product"], "multiply-adds")
+    units = {"pairs": "pairs of bfloat16", "amx_tiles": "tiles of bfloat16", "odd_pairs": "quads of bfloat16"}
+    product = units.get(report["product"], "multiply-adds")
     registers = f"{report['registers']} of {unit.registers} vector registers"
     rows = [
         ("kernel", report["kernel"]),
