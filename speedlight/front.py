@@ -1,4 +1,4 @@
-"""attention(): runs a prepared call again, or sends a new one to autograd or to the engine."""
+"""attention(): repeats a prepared call, or sends a new one to autograd or to the engine."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ def attention(
 
 
 def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, engine: Any = None) -> Any:
+    """Replays or repeats a call that was prepared; a new one goes to autograd, or to the engine."""
     of_tensors = type(q) is not np.ndarray and out is engine is None and return_lse is False
     if of_tensors and (results := dense.replay(None, q, k, v, options)) is not None:
         return results
@@ -167,7 +168,7 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
     key, results = (None, None) if on_gpu else dense.repeat(q, k, v, options, return_lse, out)
     if results is not None:
         if of_tensors and is_tensor(q):
-            dense.learn(None, (q, k, v), options, key)
+            dense.enable_replay(None, (q, k, v), options, key)
         return results
     check_flag("return_lse", return_lse)
     options = options.spelled()
@@ -182,7 +183,15 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
 compute = public()(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
 
 
-replay, attend_again = dense.replay, dense.repeat_and_learn  # of tensors that autograd does not record
+replay = dense.replay  # of tensors that autograd does not record, as repeat()
+
+
+def repeat(tag: Any, q: Any, k: Any, v: Any, options: Options) -> Any:
+    """Repeats a prepared call of tensors, and has machine code replay the next; None where none was prepared."""
+    key, results = dense.repeat(q, k, v, options, False, None)
+    if results is not None:
+        dense.enable_replay(tag, (q, k, v), options, key)
+    return results
 
 
 def _differentiate(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:

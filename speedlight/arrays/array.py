@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, pass_on
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, pass_on, shown
 from .dlpack import dlpack_device, from_dlpack, has_dlpack
-from .dtypes import check_dtype
+from .dtypes import DTYPES, check_dtype
 from .memory import Array
 from .torch_tensors import check_plain_tensor, from_torch, has_bytes, is_tensor
 
@@ -24,6 +24,55 @@ def describe(x: Any, name: str, *, gpu: bool = False) -> Array:
     if found.device != "cpu" and not gpu:
         raise UnsupportedError(f"{name}: expected an array on the CPU; got one on {found.device}. Use {name}.cpu().")
     return found
+
+
+def check_array(name: str, x: Any) -> None:
+    """Raises unless it is a NumPy array or a PyTorch tensor of floats that we have."""
+    if is_tensor(x):
+        torch = sys.modules["torch"]
+        if x.layout is not torch.strided or x.is_nested:
+            raise ArgumentTypeError(f"{name}: expected a strided tensor; got {shown(x.layout)}. Use {name}.to_dense().")
+        if str(x.dtype).removeprefix("torch.") not in DTYPES:
+            raise ArgumentTypeError(f"{name}: expected float32, float64, float16 or bfloat16; got {x.dtype}.")
+    elif isinstance(x, np.ndarray):
+        describe(x, name)
+    else:
+        raise ArgumentTypeError(
+            f"{name}: expected a NumPy array, or a PyTorch tensor; got {type(x).__name__}. Try numpy.asarray({name}, "
+            "dtype='float32')."
+        )
+
+
+def check_out(out: Any, x: Any) -> None:
+    """Raises unless x's rows can be written to `out`, which may be x itself."""
+    check_array("out", out)
+    if is_tensor(out) != is_tensor(x):
+        raise ArgumentTypeError(f"out: expected the same kind of array as x; got {type(out).__name__}.")
+    if out.shape != x.shape or out.dtype != x.dtype:
+        raise ArgumentError(
+            f"out: expected shape {tuple(x.shape)} of {x.dtype}, as x; got {tuple(out.shape)} of {out.dtype}."
+        )
+    if not is_tensor(out) and not out.flags.writeable:
+        raise ArgumentError("out: expected an array that can be written; got a read-only one.")
+    steps = out.stride() if is_tensor(out) else [x // out.itemsize for x in out.strides]
+    reach = 1
+    for step, n in sorted([(abs(step), n) for step, n in zip(steps, out.shape, strict=True) if n > 1]):
+        if step < reach and 0 not in out.shape:
+            raise ArgumentError(
+                f"out: expected a place of its own for every element; got strides {tuple(steps)}. Use a contiguous "
+                "array."
+            )
+        reach += step * (n - 1)
+    if not is_tensor(out):
+        return
+    torch = sys.modules["torch"]
+    if out.device != x.device:
+        raise ArgumentError(f"out: expected a tensor on {x.device}, as x; got one on {out.device}.")
+    if torch.is_grad_enabled() and out.requires_grad and out.is_leaf:
+        raise UnsupportedError(
+            "out: expected a tensor that may be overwritten; got a leaf that requires grad. Leave out= away, or call "
+            "under torch.no_grad()."
+        )
 
 
 def on_gpu(x: Any) -> bool:

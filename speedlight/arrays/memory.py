@@ -37,7 +37,7 @@ class Array:
         return Array(self.name, address, self.shape, self.strides, self.dtype, self.kind, self.writeable, owner)
 
     def extent(self) -> tuple[int, int]:
-        """First byte and one past the last."""
+        """Returns the addresses of the first byte and one past the last."""
         if 0 in self.shape:
             return self.address, self.address
         reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
@@ -55,9 +55,7 @@ class Array:
         return Array(self.name, copy.ctypes.data, copy.shape, copy.strides, self.dtype, "numpy", True, copy)
 
     def numpy(self) -> np.ndarray:
-        """A NumPy view of the same memory, which it keeps alive by itself: the array behind it may be a caller's
-        temporary.
-        """
+        """Returns a NumPy view, which keeps the memory alive: the array behind it may be a caller's temporary."""
         if isinstance(self.owner, np.ndarray):
             return self.owner
         low, high = self.extent()
@@ -72,7 +70,7 @@ _EMPTY = ctypes.c_char()
 
 
 def pages(size: int, *, large: bool = False) -> mmap.mmap:
-    """Zeroed pages, in each process its own after a fork; only those that are touched take memory. `large`: of MiB."""
+    """Returns zeroed pages: after a fork each process has its own; only touched ones take memory. `large`: of MiB."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, max(size, 1))
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -82,7 +80,7 @@ def pages(size: int, *, large: bool = False) -> mmap.mmap:
 
 
 def ask_for_large_pages(memory: Any) -> None:
-    """Has what is touched from now on lie in pages of MiB: of a mapping, or of an array in one."""
+    """Asks for pages of MiB where a mapping, or the one that an array is in, is touched from now on."""
     while isinstance(memory, (np.ndarray, memoryview)):
         memory = memory.base if isinstance(memory, np.ndarray) else memory.obj
     if isinstance(memory, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -104,7 +102,7 @@ def overlap(a: Array, b: Array) -> bool:
 
 
 def overlaps_itself(x: Array) -> bool:
-    """Returns whether two of its numbers may share a byte: in no array whose strides exceed the extent within each."""
+    """Returns whether two elements may share a byte: none do if each stride is at least what smaller ones span."""
     within = DTYPES[x.dtype][1]
     for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
         if step < within:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
+
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from .dtypes import DTYPES, check_dtype
 from .memory import Array
@@ -14,6 +16,17 @@ def is_tensor(x: Any) -> bool:
     """Returns whether it is a PyTorch tensor; never imports PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
+
+
+def library(x: Any) -> Any:
+    """Returns the module that computes with x: PyTorch or NumPy."""
+    return sys.modules["torch"] if is_tensor(x) else np
+
+
+def converted(x: Any, dtype: str) -> Any:
+    """Casts an array or a tensor."""
+    lib = library(x)
+    return x.astype(dtype, copy=False) if lib is np else x.to(getattr(lib, dtype))
 
 
 def is_detached(x: Any) -> bool:

@@ -75,7 +75,8 @@ def _over_examples(
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Returns results of `size` examples, and their dims: of items of one batch where that is the same, else of each.
 
-    count: tensors with items, q, k and v last, ahead of sinks and tables. form: None where nothing can be folded.
+    The first `count` tensors have items, q, k and v last of them; sinks and tables follow. form: None where nothing can
+    be folded.
     """
     differ = any([x is not None for x in dims[count:]])  # sinks or tables: then examples are no items of one batch
     folds = size and form is not None and not differ and is_same_for_items(form, tensors[count + 1 :])
@@ -88,7 +89,10 @@ def _over_examples(
 
 
 def _shares(given: Any, dims: Any) -> bool:
-    """Returns whether all items of q share the keys of one."""
+    """Returns whether all items of q share the keys of one.
+
+    Items are the first dimension beside that of examples, `at`, which may be counted from the end: hence the modulo.
+    """
     q, k = (x.size(0 if at is None or at % x.ndim else 1) for x, at in zip(given, dims, strict=False))
     return q != k
 

@@ -1,4 +1,4 @@
-"""attend(): dense attention without autograd, on the engine of the arrays' device."""
+"""Dense attention without autograd: the memo of prepared calls, which are repeated, and a new call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..host.memo import Memo
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
 from ..problem.options import form_of
-from ..problem.prepared import Prepared, growing, is_growing, key_of
+from ..problem.prepared import Prepared, growing, is_growing, key_of, machine_of
 from ..problem.problem import SPAN, Options, spans_of
 from ..problem.results import results_for
 
-_prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of(), with threads and the vector unit
+_prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of() or growing(), with threads and the vector unit
 
 
 def runs_on_gpu(q: Any, engine: Any) -> bool:
@@ -34,13 +34,13 @@ def runs_on_gpu(q: Any, engine: Any) -> bool:
 
 def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
     """Attends where q lies, with attention()'s options in one; out, or (out, lse)."""
-    there = runs_on_gpu(q, None)
-    key, results = (None, None) if there else repeat(q, k, v, options, return_lse, None)
-    return attend_anew(q, k, v, options.spelled(), return_lse, None, key, there) if results is None else results
+    gpu = runs_on_gpu(q, None)
+    key, results = (None, None) if gpu else repeat(q, k, v, options, return_lse, None)
+    return attend_anew(q, k, v, options.spelled(), return_lse, None, key, gpu) if results is None else results
 
 
 def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> tuple[Any, Any]:
-    """Returns the key of the call, and its results where it was prepared before; each may be None."""
+    """Repeats a call if it was prepared before: returns its key, and its results; each may be None."""
     tensors = (q, k, v) if out is None else (q, k, v, out)
     machine = engines.threads_now(), current_isa().name
     grows = growing(tensors, options, machine)
@@ -51,42 +51,34 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) 
     if known is None:
         return key, None
     if grows is not None:
-        return key, known.grown(tensors, grows, return_lse, options.seed_word(), options.arrays())
-    return key, known.again(tensors, return_lse, options.seed_word(), arrays=options.arrays())
+        return key, known.repeat_growing(tensors, grows, return_lse, options.seed_word(), options.arrays())
+    return key, known.repeat(tensors, return_lse, options.seed_word(), arrays=options.arrays())
 
 
 def replay(tag: Any, q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Repeats a call of tensors in machine code, if that knows it; else None. tag: as Replays.learn() has it."""
+    """Replays a call of tensors in machine code, if that knows it; else None. tag: as Replays.learn() has it."""
     return engines.cpu().replays().call(tag, q, k, v, options)
 
 
-def repeat_and_learn(tag: Any, q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Repeats a call of tensors that was prepared, for machine code to repeat the next; None where there is none."""
-    key, results = repeat(q, k, v, options, False, None)
-    if results is not None:
-        learn(tag, (q, k, v), options, key)
-    return results
-
-
-def learn(tag: Any, tensors: tuple[Any, ...], options: Options, key: Any) -> None:
-    """Tells machine code of a call that has been repeated."""
+def enable_replay(tag: Any, tensors: tuple[Any, ...], options: Options, key: Any) -> None:
+    """Hands a call that has been repeated to machine code, which replays the next one."""
     prepared = _prepared.get(key)
     if prepared is not None:
         engines.cpu().replays().learn(tag, tensors, options, key, prepared, is_growing(key))
 
 
 def attend_anew(
-    q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any, on_gpu: bool = False
+    q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any, gpu: bool = False
 ) -> Any:
     """Attends on the CPU, or enqueues the call on a GPU; keeps it under its key, if it has one."""
-    a, b, c = describe_all(q, k, v, gpu=on_gpu)
+    a, b, c = describe_all(q, k, v, gpu=gpu)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     warn_if_swapped(options.layout, a.shape, b.shape)
     results = results_for(a, problem, options, return_lse, out, (a, b, c))
     rows = Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1])
     keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
-    call = engines.of("cuda" if on_gpu else "cpu").attend(problem, rows, keys, results, options.precision)
-    if key is not None and key[1] == call.machine:  # as it was when the key was made
+    call = engines.of("cuda" if gpu else "cpu").attend(problem, rows, keys, results, options.precision)
+    if key is not None and machine_of(key) == call.machine:  # as it was when the key was made
         _remember(key, call, rows, keys, options, results.out)
     return results.returned()
 

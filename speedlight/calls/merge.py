@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from .. import engines
-from ..arrays.array import describe, on_gpu
+from ..arrays.array import check_array, check_out, describe, on_gpu
 from ..arrays.memory import overlap
-from ..arrays.torch_tensors import is_tensor
+from ..arrays.torch_tensors import converted, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem.checks import check_flag, states_of
 from ..problem.options import AnyArray, ArrayOf, T, V, public
 from ..problem.results import like_input
-from ..problem.rotary_angles import check_array, check_out, converted
 
 
 @overload

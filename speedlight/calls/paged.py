@@ -93,7 +93,7 @@ def attention_paged(
             tables = engines.cpu().read_tables(block_table, k_lengths, k_pages.shape[0], k_pages.shape[1], "cpu")
             if len(tables.lengths) == len(known.counts) and known.fits(tables.lengths):
                 seed, lists = given.seed_word(), tables.addresses()
-                results = known.again(tensors, return_lse, seed, tables.lengths, lists)
+                results = known.repeat(tensors, return_lse, seed, tables.lengths, lists)
                 if results is not None:
                     return results
     given = given.spelled()

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import describe
+from ..arrays.array import check_out, describe
 from ..arrays.layouts import batch_of
 from ..arrays.memory import overlap
-from ..arrays.torch_tensors import makes_plain_tensors
+from ..arrays.torch_tensors import converted, library, makes_plain_tensors
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, public
 from ..problem.problem import LAYOUTS, our_layout
-from ..problem.rotary_angles import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
+from ..problem.rotary_angles import RotaryOptions, Rotation, computed_in, is_plain, rotation_of
 
 _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
@@ -83,7 +83,7 @@ def rotary(
     >>> turned[0, 0, 0].tolist()
     [-1.0, -1.0, 1.0, 1.0]
     """
-    options = Options(cos, sin, positions, base, interleaved, dims, layout)
+    options = RotaryOptions(cos, sin, positions, base, interleaved, dims, layout)
     key = _key_of(x, options)
     known = None if key is None else _known.get(key)
     if known is None:
@@ -98,7 +98,7 @@ def rotary(
     return _rotated(x, known.rotation, out)
 
 
-def _made_known(x: Any, options: Options) -> _Known:
+def _made_known(x: Any, options: RotaryOptions) -> _Known:
     """Makes tensors that any later call may use: those of inference mode are not."""
     lib = library(x)
     with contextlib.nullcontext() if lib is np else lib.inference_mode(False):
@@ -125,7 +125,7 @@ def _turned_by_numpy(x: np.ndarray, known: _Known) -> Any:
     return result
 
 
-def _key_of(x: Any, options: Options) -> Any:
+def _key_of(x: Any, options: RotaryOptions) -> Any:
     """Returns what the angles of an array depend on: of few tokens that follow each other, as every layer and head of
     a step asks for; None of others.
     """

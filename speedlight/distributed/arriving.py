@@ -189,7 +189,7 @@ def tag(turn: int, n: int) -> int:
 # --- gradients
 
 
-class Returns:
+class GradientReturns:
     """Gradients that this process sends to who holds the keys, and those of its own keys that others send it.
 
     What comes is added in the order of rounds. Beside the gradients that are computed some may come, and some go: what
@@ -234,11 +234,11 @@ class Returns:
             return
         sends = [(x, owner, tag(step.round, 2 + n), _what_returns(step.round, keys)) for n, x in enumerate(flows)]
         sent = self.peers.post(sends, [])
-        self.gone()
+        self.wait_until_sent()
         self.sent = sent
 
-    def gone(self) -> None:
-        """Until the last one that was sent has left."""
+    def wait_until_sent(self) -> None:
+        """Waits until the gradients that were sent last have left, and takes their memory back."""
         for message in self.sent:
             self.peers.wait(message)
         self.memory.give([message.tensor for message in self.sent])
@@ -246,7 +246,7 @@ class Returns:
 
     def finish(self) -> None:
         self.settle(math.inf)
-        self.gone()
+        self.wait_until_sent()
 
     def _add(self) -> None:
         if self.coming is None:

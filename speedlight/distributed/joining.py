@@ -21,7 +21,7 @@ from .ring import RankContext
 
 
 def forward(here: RankContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of this process's rows."""
+    """Computes out and lse of this process's rows."""
     rows, plan = _Rows(here, q, k, v), here.plan
     with here.peers.together():
         arrivals = Arrivals(here.peers, here.own(k, v), plan.schedule)
@@ -46,7 +46,8 @@ class _Rows:
         self.lse = q.new_empty([q.shape[a] for a in LAYOUTS[here.layout][:-1]], dtype=torch.float32)
         self.places = places(here.runs)
         self._prepare(self.engine.arrays_of(k, v, here.layout))
-        several = {work.run for works in plan.works for work in works if not self._alone(work)} | set(plan.unseeing)
+        works = [work for works in plan.works for work in works]
+        several = {work.run for work in works if not self._in_one_call(work)} | set(plan.unseeing)
         self.state = self.part = None
         if several:
             acc = self.out if q.dtype == torch.float32 else self.out.new_empty(self.out.shape, dtype=torch.float32)
@@ -57,7 +58,7 @@ class _Rows:
             self.part = self.engine.Found(self.out.new_empty(shape, dtype=torch.float32), lse)
 
     def _prepare(self, keys: Any) -> None:
-        """The calls of all parts, and what rows end with; kept from call to call."""
+        """Prepares the calls of all parts, and the endings of all runs; kept from call to call."""
         prepared, plan = self.here.prepared, self.here.plan
         if "endings" in prepared:
             return
@@ -71,20 +72,21 @@ class _Rows:
         prepared["endings"] = [self._ending(run) for run in range(len(self.here.runs))]
 
     def _call_of(self, part: KeyPart, work: Work, keys: Any) -> Any:
-        """A call of the kernel for a part: of all rows of its run, those included that are padding."""
-        whole, alone = self.here.sharded.whole.problem, self._alone(work)
+        """Prepares the kernel's call for a part: of all rows of its run, those included that are padding."""
+        whole, alone = self.here.sharded.whole.problem, self._in_one_call(work)
         rows = None if whole.rows is None else len(self.here.runs[work.run])
         problem = replace(part.problem, partial=False, rows=rows, sinks=part.problem.sinks if alone else None)
         firsts = {n: None if x is None else (*x, 0) for n, x in (("cu_q", part.q_first), ("cu_k", part.k_first))}
         return self.engine.prepare(problem, self.here.layout, str(self.q.device), keys, **firsts)
 
     def _ending(self, run: int) -> Any:
+        """Returns what joins the rows of a run last: sinks, and the number of rows that are no padding."""
         whole, device = self.here.sharded.whole.problem, self.q.device
         sinks = None if whole.sinks is None else torch.tensor(whole.sinks, dtype=torch.float32).to(device)
         counts = None if whole.rows is None else torch.tensor(self.here.queries(run), dtype=torch.int64).to(device)
         return self.engine.Ending(sinks, counts)
 
-    def _alone(self, work: Work) -> bool:
+    def _in_one_call(self, work: Work) -> bool:
         """Returns whether rows meet all of their keys in one call, which ends them; packed ones may meet none in it."""
         return work.begins and work.ends and not self.packed
 
@@ -93,7 +95,7 @@ class _Rows:
         keys = self.engine.arrays_of(*tensors, self.here.layout)
         for work in works:
             into = self._of_run(self.engine.Found(self.out, self.lse), work.run)
-            if not self._alone(work):
+            if not self._in_one_call(work):
                 into = self._of_run(self.part, work.run, at=0)
             if self.packed:  # a part has some sequences
                 into.lse.fill_(-torch.inf)
@@ -101,11 +103,11 @@ class _Rows:
                 call = self.here.prepared[at, work.run, n]
                 with self.here.noting():
                     call.run(self._narrowed(self.q, work.run), keys, into.out, into.lse)
-            if not self._alone(work):
+            if not self._in_one_call(work):
                 self.join(into, work.run, begins=work.begins, ends=work.ends)
 
     def join(self, part: Any, run: int, *, begins: bool, ends: bool) -> None:
-        """A part of a run's keys, or none, to the state of its rows."""
+        """Joins a part of a run's keys, or none, to the state of its rows."""
         assert self.state is not None
         acc, stats = self.state
         at = self.places[run]
@@ -115,7 +117,7 @@ class _Rows:
         self.engine.joined(self.here.layout, part, state, into, ending, begins=begins, ends=ends)
 
     def _of_run(self, found: Any, run: int, at: int | None = None) -> Any:
-        """Views of a run's rows, which begin at `at`."""
+        """Returns views of a run's rows, which begin at `at`."""
         at, count = self.places[run] if at is None else at, len(self.here.runs[run])
         return self.engine.Found(found.out.narrow(self.here.dim, at, count), found.lse.narrow(-1, at, count))
 

@@ -23,7 +23,7 @@ from ..problem.key_parts import KeyPart, Turn, finishing, of_heads, turns_of
 from ..problem.operands import Dense, Operands, Rows
 from ..problem.problem import LAYOUTS, Problem
 from ..problem.shardings import Runs, places, tokens
-from .arriving import Arrivals, LocalKeys, Returns
+from .arriving import Arrivals, GradientReturns, LocalKeys
 from .groups import Peers
 from .plans import Plan, Sharded, Work
 from .tensors import Memory, mmap_empty
@@ -255,7 +255,7 @@ def _backward(
     """Adds what flows to a turn's q, k and v, before the scale of scores; returns what flows to tables."""
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
     arrivals = Arrivals(here.peers, here.own(saved.k, saved.v), here.plan.schedule)
-    returns = Returns(here.peers, here.own(*totals[1:]), here.plan.schedule.transfers, memory)
+    returns = GradientReturns(here.peers, here.own(*totals[1:]), here.plan.schedule.transfers, memory)
     for step, works in zip(here.plan.steps, here.plan.works, strict=True):
         arrivals.begin(step.round)
         returns.settle(step.round - 1)

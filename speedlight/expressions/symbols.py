@@ -19,8 +19,8 @@ from ..arrays.torch_tensors import is_tensor
 from ..errors import ExpressionError, pass_on, shown
 from . import foreign
 from .operations import INT_MAX, INT_MIN, KINDS, OPERATIONS
+from .rows import Row, entrywise, is_row
 from .tree import Node, convert, kind_of
-from .vectors import Vector, entrywise, is_row
 
 # what `array[symbol]` is: (array, index) -> the entry; while a function is traced. tracing.py sets it
 LOOKUP: ContextVar[Callable[[Any, Any], Any] | None] = ContextVar("lookup", default=None)
@@ -42,7 +42,7 @@ def node_of(x: Any) -> Node:
     found = _scalar_of(x)
     if found is not None:
         return node_of(found)
-    if isinstance(x, Vector):
+    if isinstance(x, Row):
         raise ExpressionError(
             f"{x.name}: expected one number; got a row of {x.count}. Index it, or make one number of it: .any(), "
             ".all(), .sum(), .amax() …"
@@ -318,7 +318,7 @@ def _no_float(op: str, x: Symbol) -> ExpressionError:
 
 def is_traced(*args: Any) -> bool:
     """Returns whether a symbol, a row of them, or a tensor's one number in a trace is among them."""
-    if [x for x in args if isinstance(x, (Symbol, Vector))]:
+    if [x for x in args if isinstance(x, (Symbol, Row))]:
         return True
     return LOOKUP.get() is not None and bool([x for x in args if is_tensor(x) and not x.ndim])
 

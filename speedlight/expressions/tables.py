@@ -17,9 +17,9 @@ from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
 from . import foreign
 from .operations import INT_MAX
+from .rows import Row
 from .symbols import LOOKUP, Symbol, by_name, node_of
 from .tree import Node, convert, kind_of
-from .vectors import Vector
 
 _FEW = 16384  # entries
 _RELEASED: Any = object()  # in place of an array
@@ -50,34 +50,46 @@ class Table:
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
-        # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
-        self.tensor: Any = None
+        self.name = name
+        self.array: np.ndarray  # the entries; of a tensor that stays on a GPU its shape and dtype, and no values
+        self.tensor: Any = None  # that tensor, detached
+        self.origin: Any = None  # a tensor of floats that the entries are the numbers of, whether followed or not
+        self.version = 0  # of its numbers
+        self.watched: Any = None  # the caller's tensor or array, whose memory is looked up; None: a copy is
+        self.place: Any = None  # where that memory was, of a tensor
         self.copies: dict[str, Any] = {}  # by device
         self.of_items = False  # whether it has to have a row for each item of the batch
         self.of_keys = False  # … and that an entry for each key
         self.of_heads = False  # whether it has to have an entry for each query head
         self.way = ""  # out of an index beyond it, where a pattern knows better than the rule
-        self.origin: Any = None  # the tensor of floats that these are the numbers of
-        self.version = 0  # of its numbers
-        self.watched: Any = None if copy else array  # the tensor, or array, whose memory these numbers are in
-        self.place: Any = None  # where those of a tensor were
-        if is_tensor(array) and is_traced(array):
-            self.origin, self.watched, copy = array, None, False
-            array = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
-        elif is_tensor(array):
-            check_plain_tensor(array, name, followed=True)
-            if array.is_floating_point() and not array.is_inference():  # which nothing ever flows to
-                self.origin, self.version = array, array._version
-            with plainly():
-                array = array.detach()
-            if array.device.type != "cpu" and not copy:
-                self.tensor = array if array.ndim else array.reshape(1)
-            self.place = None if copy else _place(self.watched)
-        array = (
-            _entries(array, name)
-            if self.tensor is None
-            else np.broadcast_to(np.zeros((), _torch_dtype(array, name)), self.tensor.shape)
-        )
+        self._ends: Any = None
+        if not is_tensor(array):
+            self.watched = None if copy else array
+            self._take(_entries(array, name), copy)
+        elif is_traced(array):
+            self.origin = array  # ones stand for its numbers
+            ones = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
+            self._take(ones, False)
+        else:
+            self._take(self._entries_of(array, copy), copy)
+
+    def _entries_of(self, tensor: Any, copy: bool) -> np.ndarray:
+        """Reads a tensor, which is watched unless it is copied; one that stays on a GPU becomes `tensor`."""
+        check_plain_tensor(tensor, self.name, followed=True)
+        if tensor.is_floating_point() and not tensor.is_inference():  # which nothing ever flows to
+            self.origin, self.version = tensor, tensor._version
+        if not copy:
+            self.watched, self.place = tensor, _place(tensor)
+        with plainly():
+            tensor = tensor.detach()
+        if copy or tensor.device.type == "cpu":
+            return _entries(tensor, self.name)
+        self.tensor = tensor if tensor.ndim else tensor.reshape(1)
+        return np.broadcast_to(np.zeros((), _torch_dtype(tensor, self.name)), self.tensor.shape)
+
+    def _take(self, array: np.ndarray, copy: bool) -> None:
+        """Checks entries, and keeps them in a dtype that kernels look up: a read-only copy, or where they lie."""
+        name = self.name
         if not array.ndim and not copy:
             array = array.reshape(1)
         if not 1 <= array.ndim <= 4:
@@ -100,14 +112,11 @@ class Table:
         if copy:
             array = np.array(array, order="C")
             array.flags.writeable = False
-        self.array, self.name = array, name
-        self._ends: Any = None
+        self.array = array
 
     @property
     def source(self) -> Any:
-        """The tensor that these are the numbers of, if autograd or a graph follows it by now: it may have been frozen
-        when the table was made.
-        """
+        """Returns `origin` if autograd or a graph follows it now; it may have been frozen when the table was made."""
         x = self.origin
         return x if x is None or x.requires_grad or has_tangent(x) or is_traced(x) else None
 
@@ -124,7 +133,7 @@ class Table:
 
     @property
     def given(self) -> Any:
-        """The tensor that an operation of a graph is given: one that is followed, or is read where it lies."""
+        """Returns the tensor that a graph's operation takes for it: one that is followed, or is read where it lies."""
         source = self.source
         return self.watched if source is None and is_tensor(self.watched) else source
 
@@ -228,14 +237,14 @@ class Table:
         entry = Node("table", str(self.kind), nodes, self)
         return Symbol(convert(entry, "float") if constant and self.origin is None else entry)  # as a number is
 
-    def _row(self, index: tuple[Any, ...]) -> Vector:
+    def _row(self, index: tuple[Any, ...]) -> Row:
         """Returns a row that waits for its last index: table[b][i] is table[b, i]."""
 
         def at(last: Any) -> Any:
             return self[(*index, *as_index(last))]
 
         count = self.array.shape[-1]
-        return Vector(by_name, lambda: [at(n) for n in range(count)], count, self.name, at)
+        return Row(by_name, lambda: [at(n) for n in range(count)], count, self.name, at)
 
     def ends(self) -> tuple[int, int]:
         """Least and greatest entry of an integer or bool table that has any."""

@@ -22,10 +22,10 @@ from ..host.graph_breaks import check_outside
 from .bounds import Exact, visible
 from .captured import LIBRARIES, Tables, called
 from .operations import LOOKUP_COST, OPERATIONS
+from .rows import is_row
 from .symbols import LOOKUP, OF_JAX, Symbol, node_of
 from .tables import Table
 from .tree import SYMBOLS, Node, convert, lazily, merged, order, replaced, structure
-from .vectors import is_row
 
 # a user's function; the second of each: written for another library's arrays, or with annotations of its own
 MaskFunction = Callable[[Symbol, Symbol, Symbol, Symbol], Symbol | bool] | Callable[[Any, Any, Any, Any], Any]

@@ -42,7 +42,7 @@ PAGES = PageNames("k", "v", "block_table", "seqused_k")
 
 
 class Packing(NamedTuple):
-    """Offsets of packed sequences, and which rows of all they are, where not all."""
+    """Packed sequences: their offsets, and the rows that are taken for them, in order; None: all rows."""
 
     offsets: list[int]
     rows: Tensor | None
@@ -51,7 +51,7 @@ class Packing(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, options: dict[str, Any], return_lse: bool
 ) -> Any:
-    """Attends, whatever both sides are; rows of queries that are not used get 0, and -inf."""
+    """Attends, whether sides are padded or packed; rows of queries that are not used get 0, and -inf."""
     check_sides(q, k, v, queries, keys)
     if queries.used is keys.used is None:
         if queries.offsets is keys.offsets is None:
@@ -66,7 +66,7 @@ def attend(
             options["q_lengths"] = read_lengths(queries, q)
         if q.shape[1] == k.shape[1]:  # where attention() asks for starts: the last query is at the last key
             both = zip(read_lengths(queries, q), options["k_lengths"], strict=False)
-            options["q_start"] = [n - m for m, n in both]
+            options["q_start"] = [k_len - q_len for q_len, k_len in both]
         return attention(q, k, v, layout="blhd", return_lse=return_lse, **options)
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
     packing = pack(queries, q)
@@ -88,7 +88,7 @@ def check_sides(q: Any, k: Any, v: Any, queries: Side, keys: Side) -> None:
 
 
 def check_offsets(given: dict[str, Any]) -> None:
-    """Raises unless the offsets that a call cannot do without are given; by name."""
+    """Raises unless all of these offsets, by name, are given."""
     for name, x in given.items():
         if x is None:
             raise ArgumentTypeError(

@@ -34,7 +34,7 @@ class Keys:
     ring: int = 0
 
     def of(self, items: list[int]) -> Keys:
-        """The keys and values of these items."""
+        """Returns the keys and values of these items."""
         pages, lengths = (None if x is None else x[items] for x in (self.pages, self.lengths))
         return replace(self, pages=pages, lengths=lengths)
 
@@ -51,7 +51,7 @@ class Keys:
 
 
 def axes(x: torch.Tensor, layout: str) -> tuple[int, ...]:
-    """Strides as (item, head, row, column)."""
+    """Returns strides as (item, head, row, column)."""
     strides = x.stride()
     return (*((0,) if len(layout) == 3 else ()), *(strides[a] for a in LAYOUTS[layout]))
 
@@ -61,7 +61,7 @@ def arrays_of(k: torch.Tensor, v: torch.Tensor, layout: str) -> Keys:
 
 
 def _shared(x: torch.Tensor, layout: str) -> tuple[int, ...]:
-    """Strides of what all items of q may share, if it is one."""
+    """Returns the strides of keys or values; an item's is 0 where all items share one."""
     item, *rest = axes(x, layout)
     return (item if batch_of(tuple(x.shape), layout) > 1 else 0, *rest)
 
@@ -72,7 +72,7 @@ def is_resident(x: Any, device: str) -> bool:
 
 
 def checked_tables(block_table: torch.Tensor, k_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table and lengths on the device, as kernels take them."""
+    """Returns a table and lengths on the device as kernels take them; raises unless they are such."""
     for name, x, dims in (("block_table", block_table, 2), ("k_lengths", k_lengths, 1)):
         if x.ndim != dims or x.dtype not in (torch.int32, torch.int64):
             raise ArgumentTypeError(

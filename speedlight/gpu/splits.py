@@ -30,7 +30,7 @@ class States(NamedTuple):
 
 @triton.jit
 def first_state(i_item, kv_head, batch: Batch):
-    """States lie in the order of items, kv heads, splits, rows: index of a kv head's first split."""
+    """Returns the index of a kv head's first split: states lie in the order of items, kv heads, splits, rows."""
     return (i_item * batch.kv_heads + kv_head) * batch.splits
 
 
@@ -41,7 +41,7 @@ def combine(
     q_len, k_len, out_rows, kv_heads, group, padded_rows, splits, divisor,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """One row of one kv head: its splits' states, merged in ascending order."""
+    """Merges the states of the splits of one row, in ascending order."""
     i_row, kv_head, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     batch = Batch(items, lengths, q_len, k_len, 0, 1, 0, out_rows, kv_heads, group, 1, splits)
     item = locate_item(i_item, batch, None, ARRAYS)
@@ -69,7 +69,7 @@ def combine(
 
 @triton.jit
 def greatest(states: States):
-    """The maximum over a row's splits; -inf if all their keys are hidden."""
+    """Returns the maximum over a row's splits; -inf if all their keys are hidden."""
     o_g = tl.arange(0, GROUP)
     top = tl.full([GROUP], float("-inf"), tl.float32)
     for i in tl.range(0, states.splits, GROUP):
@@ -80,7 +80,7 @@ def greatest(states: States):
 
 @triton.jit
 def weighted(states: States, base, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """(acc, running_sum) of all splits of a row, relative to the logit `base`."""
+    """Returns (acc, running_sum) of all splits of a row, relative to the logit `base`."""
     o_g, o_dv = tl.arange(0, GROUP), tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     running_sum = 0.0

@@ -86,7 +86,7 @@ class Steps(NamedTuple):
     together: int = 1  # units that are summed by themselves, from zero, before they join the sum
     rows: int = 0  # keys, or columns of values, that are multiplied at once; 0: as many as a register tile has
     gradients: str = ""  # the product of gradients, where it is another
-    dot: bool | str = False  # its class of bits, as reference.error_bound() takes it
+    dot: bool | str = False  # its class of bits, as error_bound(dot=) takes it: none, dot (True), "tiles" or "odd"
     packed: int = 1  # units that lie together in a packed row of queries or keys: zeros fill it up
     title: str = "multiply-adds"
     tried: tuple[str, ...] = ()  # kernels before whose first use the order of its instruction's sums is tried

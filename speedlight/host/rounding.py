@@ -1,8 +1,8 @@
 """Floating-point modes of the calling thread: what the host computes for a result is rounded to nearest, with
 subnormals.
 
-Kernels see to themselves. `standard` is for what Python and NumPy compute: scales, sinks, codes of int8, the constants
-in kernels. The caller's modes, which a library may have set for ends of its own, are kept.
+Kernels set modes of their own. `standard` is for what Python and NumPy compute: scales, sinks, codes of int8, the
+constants in kernels. The caller's modes, which a library may have set for ends of its own, are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEAST, _PART = 2.0**-1022, 0.3  # their product is subnormal and rounded
 
 
 def standard(function: F) -> F:
-    """Decorates a function whose results must not depend on the caller's modes. Some 0.2 µs where they are standard."""
+    """Decorates a function whose results must not depend on the caller's modes; takes 0.2 µs if those are standard."""
 
     @functools.wraps(function)
     def under(*args: Any, **options: Any) -> Any:
@@ -72,10 +72,7 @@ define void @put(i32 %word) {
 
 @functools.cache
 def _access() -> tuple[Any, Any, int, Any]:
-    """Functions that read and set the modes, the word of the standard ones, and what owns the code.
-
-    Hardly ever needed.
-    """
+    """Returns functions that read and set the modes, the word of the standard ones, and what owns their code."""
     text, usual = (_X86, 0x1F80) if process_triple().startswith("x86_64") else (_ARM, 0)
     code = load((), ("get", "put"), text)
     get = ctypes.CFUNCTYPE(ctypes.c_uint32)(code["get"])

@@ -27,7 +27,7 @@ from .query import Packed, Query, check_asked, packed_tokens, query_of
 from .running import run_packed
 from .saving import save_sequence
 from .sequence import PagedSequence
-from .sharing import Held, in_place, shared_pages, with_pages
+from .sharing import Held, lengths_after, shared_pages, with_pages
 from .transaction import transact
 
 if TYPE_CHECKING:
@@ -428,10 +428,10 @@ class PagePool:
         def change() -> Any:
             held, dropped, left = self._held, self._dropped, []
             before = self._several(sequences, numbers)
-            starts, totals, longer, roomy = in_place(before, layer, counts, size, self._others)
+            starts, totals, longer, fits = lengths_after(before, layer, counts, size, self._others)
             if packed.asked is not counts and packed.query is not None:
                 check_asked(packed.asked, totals)
-            if not roomy:
+            if not fits:
                 copies = self._shared(before, starts, totals)
                 fresh = [max(-(-n // size) - len(x.pages), 0) for x, n in zip(before, totals, strict=True)]
                 if copies or any(fresh):

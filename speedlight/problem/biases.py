@@ -46,8 +46,8 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
     """Returns a mask, a score and `grads` whose tables are the call's own, which may outlive those of the caller.
 
     One whose gradient is asked for is broadcast to all items and heads if queries are few: then each of its entries has
-    one term, which a thread writes and nobody adds to; the engine adds the terms afterwards, to the same bits. Many
-    are shared out by their positions.
+    one term, which a thread writes and nobody adds to; the engine adds the terms afterwards, to the same bits. Where
+    queries are many, sums are shared out by their positions.
 
     Args:
         q, k: shapes, of whatever is refused later, too.

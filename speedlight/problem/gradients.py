@@ -41,7 +41,7 @@ class Followed(NamedTuple):
 
 
 def followed(options: Options) -> Followed:
-    """Functions are traced, since they may look up tables that are followed; such tensors to add become tables."""
+    """Finds what autograd follows: functions are traced; a tensor score that autograd follows becomes a table."""
     score, sinks = options.score, options.sink_logits
     sinks = sinks if is_tensor(sinks) and is_followed(sinks) else None
     if score is None:
@@ -115,11 +115,12 @@ def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
 
 
 def check_unwritten(read: list[tuple[Any, Any]]) -> None:
+    """Raises if what settled() returned was written to since."""
     for x, version in read:
         if _version(x) != version:
             what, copy = ("a tensor", ".clone()") if is_tensor(x) else ("an array", ".copy()")
             raise ArgumentError(
-                f"mask: expected masks, scores and what they look up as the forward pass had them; {what} of shape "
+                f"mask, score or sink_logits: expected the numbers that the forward pass read; {what} of shape "
                 f"{tuple(x.shape)} was written to since. Give each call {what} of its own ({copy}), or write to it "
                 "after backward()."
             )

@@ -32,7 +32,8 @@ _Ints = Sequence[int] | None
 def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...], form: Any = None) -> Any:
     """Returns the memo key of a call; None if arrays are neither NumPy's nor PyTorch's, or an option is mutable.
 
-    `machine`: threads and vector unit, or whatever else a prepared call depends on. `form`: as exact_key() has it.
+    `machine`: threads and vector unit, or whatever else a prepared call depends on. `form`: as exact_key() has it. The
+    key is (options, machine, *forms of the arrays), flat for speed: machine_of() and is_growing() read it.
     """
     of_options = options.key(form)
     if of_options is None:
@@ -145,8 +146,13 @@ def _are_arrays(options: Options) -> bool:
 
 
 def is_growing(key: tuple[Any, ...]) -> bool:
-    """Returns whether growing() made a key."""
+    """Returns whether growing() made a key: its last entry is a number of spans; that of key_of() is a dtype."""
     return type(key[-1]) is int
+
+
+def machine_of(key: tuple[Any, ...]) -> Any:
+    """Returns the threads and the vector unit for which key_of() or growing() made a key."""
+    return key[1]
 
 
 class Prepared:
@@ -197,7 +203,7 @@ class Prepared:
             addresses.append(address)
         return addresses
 
-    def again(
+    def repeat(
         self, tensors: tuple[Any, ...], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None,
         arrays: Sequence[Any] = (),
     ) -> Any:  # fmt: skip
@@ -221,7 +227,7 @@ class Prepared:
         deliver(replace(describe(new, "out"), final=describe(out, "out")))
         return (out, *lse) if return_lse else out
 
-    def grown(
+    def repeat_growing(
         self, tensors: tuple[Any, ...], found: Growing, return_lse: bool, seed: int, arrays: Sequence[Any]
     ) -> Any:
         """Runs it for another number of keys; returns None if an array lacks memory."""

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import describe, is_masked
-from ..arrays.dtypes import DTYPES
+from ..arrays.array import check_array, is_masked
 from ..arrays.layouts import batch_of, check_dimensions
-from ..arrays.torch_tensors import check_plain_tensor, is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, pass_on, shown
+from ..arrays.torch_tensors import check_plain_tensor, converted, is_tensor, library
+from ..errors import ArgumentError, ArgumentTypeError, Error, pass_on, shown
 from .checks import MOST, check_flag, check_layout, integer, number, size
 from .problem import LAYOUTS, our_layout
 
@@ -20,7 +19,7 @@ BASE = 10000.0
 _ARRAY = "a NumPy array, or a PyTorch tensor"
 
 
-class Options(NamedTuple):
+class RotaryOptions(NamedTuple):
     """The arguments of rotary() beside x."""
 
     cos: Any = None
@@ -41,7 +40,7 @@ class Rotation(NamedTuple):
     interleaved: bool  # pairs are (2t, 2t + 1); else (t, t + dims / 2)
 
     def halves(self, x: Any) -> tuple[Any, Any]:
-        """The first, and the second, of every pair of the last dimension; of one for each pair, that twice."""
+        """Returns the first and the second elements of pairs in rows; rows with one element a pair, twice."""
         if x.shape[-1] != self.dims:
             return x, x
         if self.interleaved:
@@ -49,7 +48,7 @@ class Rotation(NamedTuple):
         return x[..., : self.dims // 2], x[..., self.dims // 2 :]
 
     def joined(self, first: Any, second: Any) -> Any:
-        """Pairs to rows again."""
+        """Returns rows of the first and the second elements of pairs: undoes halves()."""
         if self.interleaved:
             return library(first).stack((first, second), -1).reshape(*first.shape[:-1], self.dims)
         return library(first).concatenate((first, second), -1)
@@ -61,23 +60,12 @@ class _Sizes(NamedTuple):
     head_dim: int
 
 
-def library(x: Any) -> Any:
-    """PyTorch or NumPy, whichever computes with x."""
-    return sys.modules["torch"] if is_tensor(x) else np
-
-
-def converted(x: Any, dtype: str) -> Any:
-    """x in another type of numbers."""
-    lib = library(x)
-    return x.astype(dtype, copy=False) if lib is np else x.to(getattr(lib, dtype))
-
-
 def computed_in(x: Any) -> str:
     """Returns the dtype in which numbers of x are computed."""
     return "float64" if str(x.dtype).endswith("float64") else "float32"
 
 
-def rotation_of(x: Any, options: Options, dtype: str | None = None) -> Rotation:
+def rotation_of(x: Any, options: RotaryOptions, dtype: str | None = None) -> Rotation:
     """The rotation of a call, in `dtype` (default: what x is computed in)."""
     layout = our_layout(options.layout)
     check_layout(layout)
@@ -113,24 +101,7 @@ def _sizes(x: Any, layout: str) -> _Sizes:
     return _Sizes(batch, length, head_dim)
 
 
-def check_array(name: str, x: Any) -> None:
-    """An array or tensor whose floats we have."""
-    if is_tensor(x):
-        torch = sys.modules["torch"]
-        if x.layout is not torch.strided or x.is_nested:
-            raise ArgumentTypeError(f"{name}: expected a strided tensor; got {shown(x.layout)}. Use {name}.to_dense().")
-        if str(x.dtype).removeprefix("torch.") not in DTYPES:
-            raise ArgumentTypeError(f"{name}: expected float32, float64, float16 or bfloat16; got {x.dtype}.")
-    elif isinstance(x, np.ndarray):
-        describe(x, name)
-    else:
-        way = f"Try numpy.asarray({name}, dtype='float32')."
-        if name == "cos" and isinstance(x, (int, float)):
-            way = f"A base of angles is base={shown(x)}."
-        raise ArgumentTypeError(f"{name}: expected {_ARRAY}; got {type(x).__name__}. {way}")
-
-
-def _computed(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) -> tuple[Any, Any]:
+def _computed(x: Any, options: RotaryOptions, sizes: _Sizes, dims: int, dtype: str) -> tuple[Any, Any]:
     """Computes angles of base and positions in float64; their cosines and sines are rounded once."""
     base = BASE if options.base is None else number("base", options.base, "a positive number")
     if not 0 < base < math.inf:
@@ -144,7 +115,7 @@ def _computed(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) ->
     return converted(lib.cos(angles), dtype), converted(lib.sin(angles), dtype)
 
 
-def _given(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) -> tuple[Any, Any]:
+def _given(x: Any, options: RotaryOptions, sizes: _Sizes, dims: int, dtype: str) -> tuple[Any, Any]:
     """Reads cosines and sines from tables of positions, or of each token."""
     if options.base is not None:
         raise ArgumentError("base: expected None beside cos and sin, which are of a base already; got a number.")
@@ -152,6 +123,9 @@ def _given(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) -> tu
     for name, t in (("cos", options.cos), ("sin", options.sin)):
         if t is None:
             raise ArgumentError(f"{name}: expected cos and sin together, or neither; got None.")
+        if name == "cos" and isinstance(t, (int, float)):
+            way = f"A base of angles is base={shown(t)}."
+            raise ArgumentTypeError(f"cos: expected {_ARRAY}; got {type(t).__name__}. {way}")
         check_array(name, t)
         if is_tensor(t) != is_tensor(x):
             raise ArgumentTypeError(f"{name}: expected the same kind of array as x; got {type(t).__name__}.")
@@ -219,7 +193,7 @@ def is_plain(x: Any) -> bool:
     return True
 
 
-def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
+def _positions(x: Any, options: RotaryOptions, sizes: _Sizes) -> Any:
     """A slice, or (batch or 1, length or 1) of integers in x's library."""
     given, lib = options.positions, library(x)
     if given is None or (isinstance(given, (int, np.integer)) and not isinstance(given, (bool, np.bool_))):
@@ -252,35 +226,3 @@ def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
         )
     at = converted(at, "int64")
     return at[None] if len(shape) == 1 else at
-
-
-def check_out(out: Any, x: Any) -> None:
-    """Raises unless x's rows can be written to `out`, which may be x itself."""
-    check_array("out", out)
-    if is_tensor(out) != is_tensor(x):
-        raise ArgumentTypeError(f"out: expected the same kind of array as x; got {type(out).__name__}.")
-    if out.shape != x.shape or out.dtype != x.dtype:
-        raise ArgumentError(
-            f"out: expected shape {tuple(x.shape)} of {x.dtype}, as x; got {tuple(out.shape)} of {out.dtype}."
-        )
-    if not is_tensor(out) and not out.flags.writeable:
-        raise ArgumentError("out: expected an array that can be written; got a read-only one.")
-    steps = out.stride() if is_tensor(out) else [x // out.itemsize for x in out.strides]
-    reach = 1
-    for step, n in sorted([(abs(step), n) for step, n in zip(steps, out.shape, strict=True) if n > 1]):
-        if step < reach and 0 not in out.shape:
-            raise ArgumentError(
-                f"out: expected a place of its own for every element; got strides {tuple(steps)}. Use a contiguous "
-                "array."
-            )
-        reach += step * (n - 1)
-    if not is_tensor(out):
-        return
-    torch = sys.modules["torch"]
-    if out.device != x.device:
-        raise ArgumentError(f"out: expected a tensor on {x.device}, as x; got one on {out.device}.")
-    if torch.is_grad_enabled() and out.requires_grad and out.is_leaf:
-        raise UnsupportedError(
-            "out: expected a tensor that may be overwritten; got a leaf that requires grad. Leave out= away, or call "
-            "under torch.no_grad()."
-        )

@@ -35,11 +35,11 @@ class Ring:
         return position if position < self.fixed or not self.size else self.fixed + (position - self.fixed) % self.size
 
     def held(self, length: int, written: int) -> int:
-        """Slots in use, from the first one, whether or not their tokens are still seen."""
+        """Counts the slots in use, from the first one, whether or not their tokens are still seen."""
         return min(max(length, written), self.tokens) if self.size else length
 
     def shown(self, length: int) -> list[int]:
-        """Positions that a next token would see, besides itself."""
+        """Returns the positions that a next token would see, besides itself."""
         first = max(self.keep_first, length - (self.window or 1) + 1)
         return [*range(min(self.keep_first, length)), *range(first, length)]
 
@@ -75,11 +75,11 @@ class Ring:
         return [max(a, b) for a, b in zip(written, totals, strict=True)] if self.size else totals
 
     def shortened(self, written: list[int], lengths: list[int]) -> list[int]:
-        """As reached(), of sequences that end at these lengths: older tokens of a ring stay where they are."""
+        """High-water marks after cutting sequences to `lengths`: a ring keeps its mark, unless it is empty then."""
         return [n and w for n, w in zip(lengths, written, strict=True)] if self.size else lengths
 
     def overwritten(self, written: list[int], totals: list[int]) -> list[int]:
-        """Slots of promised tokens that new ones are written over, where sequences grow to these totals."""
+        """Returns the slots of promised tokens that new ones are written over, where sequences grow to these totals."""
         slots: set[int] = set()
         for old, total in zip(written, totals, strict=True) if self.size else ():
             first = max(old + SPARE, self.tokens, total - self.size)
@@ -95,7 +95,7 @@ class Ring:
 
 
 def ring_of(window: int | None, keep_first: int) -> Ring:
-    """Room for a window and a piece of new tokens, in whole tiles."""
+    """Returns the ring of a window: room for it, and for a piece of new tokens, in whole tiles."""
     if window is None:
         return Ring()
     return Ring(window, keep_first, -(-keep_first // TILE) * TILE, -(-(window + PIECE) // TILE) * TILE)

@@ -38,8 +38,10 @@ def count(
     backward: bool = False,
     watch: Callable[[int], None] = lambda tiles: None,
 ) -> Work:
-    """`exact`: pairs are counted one by one where no closed form tells; `watch` hears how many tiles' were, since it
-    heard last. `backward`: of a pass back, Rows `alone`.
+    """Counts the work of a problem on panels of so many rows.
+
+    exact: visible pairs are counted one by one where no closed form tells. watch: is called, now and then, with the
+    number of tiles that were counted so since the last time. backward: counts a pass back, whose Rows are of one head.
     """
     if problem.mask is not None or problem.score is not None:
         return _count_expressions(problem, panel, exact, backward, watch)
@@ -50,7 +52,7 @@ def count(
 
 
 def all_panel_keys(problem: Problem, panel: int, *, backward: bool = False) -> int:
-    """Panel-keys if nothing were skipped."""
+    """Counts the keys of all panels if nothing were skipped."""
     columns, heads = _columns(problem, backward)
     items = zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)
     return sum(-(-(lead_of(at, panel, backward) + q * heads) // panel) * k for q, k, at in items if q) * columns
@@ -99,7 +101,7 @@ class _Lengths(NamedTuple):
 
 
 def _distinct(problem: Problem, panel: int, backward: bool) -> dict[_Lengths, int]:
-    """Those of the items, and how often each comes."""
+    """Returns the different lengths of items, and how many items have each."""
     counts: dict[_Lengths, int] = {}
     for q_len, k_len, start in zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True):
         key = _Lengths(q_len, k_len, start - problem.k_start, lead_of(start, panel, backward))
@@ -108,7 +110,7 @@ def _distinct(problem: Problem, panel: int, backward: bool) -> dict[_Lengths, in
 
 
 def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool, watch: Callable[[int], None]) -> Work:
-    """Items and heads that the expressions cannot tell apart are counted once."""
+    """Counts under expressions: items and heads that these cannot tell apart once."""
     uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
     items: dict[Any, list[int]] = {}
     for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
@@ -137,13 +139,13 @@ def _count_item(lengths: _Lengths, causal: bool, heads: int, panel: int, alone: 
     """Counts one Rows' visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
     q_len, k_len, start, lead = lengths
     rows = q_len * heads
-    count = -(-(rows + lead) // panel) if rows else 0
-    pairs = (_keys_up_to(start + q_len, k_len) - _keys_up_to(start, k_len)) * heads if causal else rows * k_len
-    # Between these panels, those `period` further see as many keys more, and as many tiles
+    panels = -(-(rows + lead) // panel) if rows else 0
+    visible = (_keys_up_to(start + q_len, k_len) - _keys_up_to(start, k_len)) * heads if causal else rows * k_len
+    # between two of `ends`, panels `period` apart differ by the same number of keys, and of tiles
     period = heads * TILE // math.gcd(panel, heads * TILE) if causal else 1
     edges = [(x - start) * heads for x in (-1, 0, k_len - 1, k_len)] if causal else []
-    near = {0, 1, count - 1, count, *[(x + lead) // panel + n for x in edges for n in range(-2, 3)]}
-    ends = sorted([n for n in near if 0 <= n <= count])
+    near = {0, 1, panels - 1, panels, *[(x + lead) // panel + n for x in edges for n in range(-2, 3)]}
+    ends = sorted([n for n in near if 0 <= n <= panels])
     if rows + lead >= 1 << 62 or any([min(b - a, 2 * period) > _PANELS for a, b in itertools.pairwise(ends)]):
         raise UnsupportedError(f"q_heads: expected fewer heads of a key's, or queries, to plan; got {q_len} x {heads}.")
 
@@ -170,7 +172,7 @@ def _count_item(lengths: _Lengths, causal: bool, heads: int, panel: int, alone: 
         one, next_one = counted(begin, begin + period), counted(begin + period, begin + 2 * period)
         total += one * times + (next_one - one) * (times * (times - 1) // 2) + counted(begin + times * period, end)
     full, run, keys, mixed_keys = map(int, total)
-    return pairs, full, run - full, -(-k_len // TILE) * count - run, keys, mixed_keys
+    return visible, full, run - full, -(-k_len // TILE) * panels - run, keys, mixed_keys
 
 
 def _keys_up_to(n: int, most: int) -> int:

@@ -31,8 +31,7 @@ from ..problem.gradients import SINKS
 from ..problem.options import AllOptions, public
 from ..problem.philox import MOST_POSITIONS, kept
 from ..problem.problem import Options
-from ..problem.rotary_angles import Options as RotaryOptions
-from ..problem.rotary_angles import rotation_of
+from ..problem.rotary_angles import RotaryOptions, rotation_of
 from .backward_bounds import (
     GradientBounds,
     Sums,

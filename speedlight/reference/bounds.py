@@ -215,7 +215,7 @@ def _dividing(a: Arithmetic) -> float:
 
 
 def _on_gpu(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
-    """Statistical: the order in which tensor cores add is theirs."""
+    """Returns statistical bounds: the order in which tensor cores add is theirs."""
     error = x.errors.max(axis=1, keepdims=True) + a.u_weights
     sums = a.u * (TILE + keys / (a.tile or SPAN) + 12)
     relative = sums + error + a.u_out + a.coarse + _dividing(a)
@@ -265,7 +265,7 @@ def _score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.nda
 
 
 def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray:
-    """[q_len, k_len]: how far every scale · q·k may be off; without a score's expression, as _score_errors says."""
+    """[q_len, k_len]: how far every scale · q·k may be off, before a score's expression."""
     p, u, q, k = a.problem, a.u, np.abs(head.q), np.abs(head.k)
     size = q @ k.T * (max(abs(p.scale), a.normal * 2) if p.scale else 0.0)
     if a.proven:
@@ -301,7 +301,9 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 def flushed(a: Arithmetic, x: np.ndarray, y: np.ndarray) -> Any:
     """Returns what products of the rows of x and y lose in the dot class, where subnormal numbers are zeros."""
-    small_x, small_y = (np.where(z < a.normal, z, 0) if a.dot else z[:0] for z in (x, y))
+    if not a.dot:
+        return 0.0
+    small_x, small_y = (np.where(z < a.normal, z, 0) for z in (x, y))
     return small_x @ y.T + x @ small_y.T if small_x.any() or small_y.any() else 0.0
 
 

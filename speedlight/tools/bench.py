@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ArgumentError
-from .measuring import about, measured
+from .measuring import about, measure_plan
 from .options import Json, ProblemOptions, Unit, on_unit, takes_listed
 from .peers import BACKWARD, LIBRARIES, PEERS, TITLES
 from .reports import check_output, plan_rows, print_report, progress, write_text
@@ -53,7 +53,7 @@ def bench(
         row: dict[str, Any] = {"name": name + ", from a cache" * problem.decode, "dtype": p.dtype, "causal": p.causal}
         row |= {"head_dim": p.head_dim, "backward": plan.backward, "load": load}
         usable = [x for x in names if x not in missing]
-        row |= measured(plan, problem.options(), turns, usable, decode=problem.decode)
+        row |= measure_plan(plan, problem.options(), turns, usable, decode=problem.decode)
         report = about() | {"backward": plan.backward, "missing": missing, "rows": [row]}
     if output is not None:
         write_text(output, json.dumps(report, indent=1) + "\n")

@@ -36,8 +36,8 @@ def check(as_json: Json = False) -> None:
             outcomes[name] = f"FAILED: {told}" if told else f"passed: {claim}"
             advance()
     failed = [name for name, text in outcomes.items() if text.startswith("FAILED")]
-    told = f"{len(failed)} of {len(checks)} checks failed: paste these lines into an issue"
-    rows = [*_machine_rows(), *outcomes.items(), ("verdict", told if failed else "everything works")]
+    verdict = f"{len(failed)} of {len(checks)} checks failed: paste these lines into an issue"
+    rows = [*_machine_rows(), *outcomes.items(), ("verdict", verdict if failed else "everything works")]
     print_report(as_json, about() | {"system": platform.platform(), "checks": outcomes, "passed": not failed}, rows)
     if failed:
         raise typer.Exit(1)
@@ -56,7 +56,7 @@ def _machine_rows() -> list[tuple[str, str]]:
 
 
 def _checks() -> Iterator[tuple[str, str, Callable[[], str | None]]]:
-    """Yields the name of each check, what it claims, and what says how that is wrong."""
+    """Yields each check: its name, what it claims, and a function that says what is wrong with that, or None."""
     bound = "within their bounds of float64"
     for unit in machine.native_isas():
         yield unit.name, f"float32 and bfloat16 are {bound}", lambda unit=unit: _forward(_DTYPES[:2], unit.name)

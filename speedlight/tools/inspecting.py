@@ -87,7 +87,7 @@ def bf16_report(unit: machine.Isa) -> dict[str, Any]:
 
 
 def bf16_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Prints bf16_report(): which unit is chosen changes bits of bfloat16, so that nothing but the user changes it."""
+    """Returns bf16_report() as a line that advises: another unit changes bits of bfloat16, so that users choose it."""
     if not report:
         return []
     peaks, other = report["bfloat16_thread_flops"], report["recommended_isa"]

@@ -175,20 +175,20 @@ def normal_numbers(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype(kind) for shape in shapes]
 
 
-def measured(
+def measure_plan(
     plan: sl.Plan, options: dict[str, Any], turns: int, names: Iterable[str], *, decode: bool = False
 ) -> dict[str, Any]:
     """Measures a planned call with these options of attention(), beside peers of these names; `decode`: from a cache.
 
-    A result that is wrong leaves "refused" alone.
+    Returns a row's figures; of a result that is wrong only "refused", and why.
     """
     p = plan.problem
     call, arrays = _decoded(p, options) if decode else _called(plan, options)
-    held = functools.partial(_wrong_of_item, p, arrays, {n: x for n, x in options.items() if n != "lengths"})
-    if refused := held(call()):
+    find_wrong = functools.partial(_wrong_of_item, p, arrays, {n: x for n, x in options.items() if n != "lengths"})
+    if refused := find_wrong(call()):
         return {"refused": refused}
     peers = {name: PEERS[name] for name in names}
-    others, notes = usable(peers, Asked.of(p, arrays), lambda got: held(got, slack=PEER_SLACK))
+    others, notes = usable(peers, Asked.of(p, arrays), lambda got: find_wrong(got, slack=PEER_SLACK))
     isa, threads = machine.current_isa(), sl.get_threads()
     kind = roof.kind_of_peak(isa, DTYPES[p.dtype][0])
     times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))

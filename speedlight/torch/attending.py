@@ -99,10 +99,10 @@ def attention(
 def attend_again(tag: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
     """Repeats a call that was prepared; None where there is none, or PyTorch transforms this one.
 
-    tag: of whoever asks, by identity: front.replay() repeats what was taken for this one before.
+    tag: of whoever asks, by identity: front.replay() replays what was repeated for this one.
     """
     if torch._C._is_any_autocast_enabled() or not is_plain():
         return None
     if torch.is_grad_enabled() and (results := attended_again(q, k, v, options, False)) is not None:
         return results
-    return front.attend_again(tag, q, k, v, options)
+    return front.repeat(tag, q, k, v, options)

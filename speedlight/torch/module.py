@@ -26,8 +26,7 @@ from ..calls.rotary import turned
 from ..errors.advice import of_no_tensor
 from ..problem.checks import dropout_of, scale_of, size, window_size
 from ..problem.options import public
-from ..problem.rotary_angles import Options as RotaryOptions
-from ..problem.rotary_angles import rotation_of
+from ..problem.rotary_angles import RotaryOptions, rotation_of
 from .attending import attention
 
 _BASE = "the base of rotary positions, as 10000.0"

@@ -150,8 +150,8 @@ def _register() -> None:
         _libraries.append(library)
 
 
-def _kernel(place: str, keys: Any, *given: Any, **options: Any) -> Tensor:
-    """Computes here, or by PyTorch's own of that place, with its own flash kernel if we were asked."""
+def _kernel(place: str, dispatch_keys: Any, *given: Any, **options: Any) -> Tensor:
+    """Computes here, or by PyTorch's own kernel of that place, with its own flash kernel if we were asked."""
     if is_ours():
         out = _attend_again(*given, **options)
         if out is None:
@@ -160,9 +160,9 @@ def _kernel(place: str, keys: Any, *given: Any, **options: Any) -> Tensor:
             return out
     original = _originals[place]
     if not is_ours():
-        return original.call_boxed(keys, *given, **options)
+        return original.call_boxed(dispatch_keys, *given, **options)
     with ask(False):
-        return original.call_boxed(keys, *given, **options)
+        return original.call_boxed(dispatch_keys, *given, **options)
 
 
 def _attend_again(
@@ -203,10 +203,10 @@ _TAGS = {False: ("sdpa",), True: ("sdpa", "grouped")}  # PyTorch's rules differ 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> bool:
     """Returns whether PyTorch's rules for these arguments are attention()'s."""
-    shape, of_key = query.shape, key.shape
-    if len(shape) != 4 or len(of_key) != 4 or shape[0] != of_key[0] or not shape[3]:
+    q_shape, k_shape = query.shape, key.shape
+    if len(q_shape) != 4 or len(k_shape) != 4 or q_shape[0] != k_shape[0] or not q_shape[3]:
         return False
-    if of_key != value.shape or not (enable_gqa or shape[1] == of_key[1]) or query.dtype != key.dtype:
+    if k_shape != value.shape or not (enable_gqa or q_shape[1] == k_shape[1]) or query.dtype != key.dtype:
         return False
     if attn_mask is None:
         return True
@@ -224,6 +224,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
+    """Computes a call, and counts it; None, with the reason counted, where it is left to PyTorch."""
     why = only_pytorch_takes(query, dropout_p, scale)
     if why is None:
         if min(query.dim(), key.dim(), value.dim()) < 2:

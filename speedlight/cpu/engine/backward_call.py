@@ -42,12 +42,12 @@ from .term_sums import terms_of
 class Gradients:
     """A prepared request for gradients, of arrays at any addresses."""
 
-    def __init__(self, request: Asked, lies: GradientLayout, threads: int, isa: Isa) -> None:
+    def __init__(self, request: Asked, layout: GradientLayout, threads: int, isa: Isa) -> None:
         self.request, self.problem = request, request.problem
-        self.layout, self.first_q = lies.layout, lies.first_q
-        self.forms = [x.of(None, 0) for x in lies.arrays if x is not None]  # of arrays, which nobody may keep
+        self.letters, self.first_q = layout.letters, layout.first_q
+        self.forms = [x.of(None, 0) for x in layout.arrays if x is not None]  # of arrays, which nobody may keep
         wants = tuning_of(isa).ranges
-        self.unwritten = _unwritten(self.problem, lies)
+        self.unwritten = _unwritten(self.problem, layout)
         program, skew = program_of(self.problem, backward=True), 0
         self.sums = sums_of(self.problem, request.tables)
         self.terms = {} if self.sums is None else terms_of(self.problem, request.tables, threads, isa)
@@ -56,11 +56,11 @@ class Gradients:
         if self.sums is not None:
             if self.sums.beside(self.problem, program, threads, wants):
                 tickets = tickets_of_tables(self.problem, self.sums.shares, by_positions=self.sums.one)
-                self.tables = BackwardCall(self.problem, "tables", self.sums.program, lies, tickets, threads, isa)
+                self.tables = BackwardCall(self.problem, "tables", self.sums.program, layout, tickets, threads, isa)
             else:
                 program, skew = self.sums.program, 0 if self.sums.alone else self.problem.group
         tickets = tickets_of(self.problem, threads, wants, skew=skew)
-        self.call = BackwardCall(self.problem, "backward", program, lies, tickets, threads, isa)
+        self.call = BackwardCall(self.problem, "backward", program, layout, tickets, threads, isa)
 
     @property
     def size(self) -> int:
@@ -91,13 +91,12 @@ class Gradients:
             getattr(x, name).numpy()[...] = 0
         count = 1 if self.tables is None else self.tables.how.tickets.progress
         found, shares, held = ({}, None, ()) if self.sums is None else self.sums.new(self.problem, count, self.terms)
-        of_call, of_tables = (*arrays, None)[:2] if arrays else (None, None)
         narrow = () if self.problem.storage in ("f32", "f64") or self.problem.partial else (x.dq, x.dk, x.dv)
         beside = [np.empty(a.shape, np.float32) for a in narrow]  # where they are summed
         sums = [address_of(a) for a in beside] or [x.dq.address, x.dk.address, x.dv.address]
-        self.call.run(x, sums, seed, shares if self.tables is None else None, tables=of_call)
+        self.call.run(x, sums, seed, shares if self.tables is None else None, tables=arrays[0] if arrays else None)
         if self.tables is not None:
-            self.tables.run(x, [x.dq.address] * 3, seed, shares, tables=of_tables)
+            self.tables.run(x, [x.dq.address] * 3, seed, shares, tables=arrays[1] if arrays else None)
         tables = {at: self._narrowed(added(each)) for at, each in found.items()}
         for at, terms in self.terms.items():
             tables[at] = terms.add(tables[at])
@@ -128,9 +127,9 @@ class Gradients:
         """Returns the rows of an array, or log-sum-exps, for the queries of an item, in float64."""
         first = 0 if self.first_q is None else self.first_q[item]
         rows = slice(first, first + self.problem.q_lengths[item])
-        at: list[Any] = [item, head, rows][-len(self.layout) + 1 :]
+        at: list[Any] = [item, head, rows][-len(self.letters) + 1 :]
         if x.name not in ("lse", "d_lse"):
-            heads, length, _ = LAYOUTS[self.layout][-3:]
+            heads, length, _ = LAYOUTS[self.letters][-3:]
             at[heads], at[length] = head, rows
         return np.asarray(x.numpy()[tuple(at)], np.float64)
 
@@ -189,12 +188,12 @@ def _sum_bytes(problem: Problem) -> int:
     return 4 * (rows * problem.head_dim + keys * (problem.head_dim + problem.value_dim))
 
 
-def _unwritten(problem: Problem, lies: GradientLayout) -> list[str]:
+def _unwritten(problem: Problem, layout: GradientLayout) -> list[str]:
     """Names the gradients with rows that no task writes: of queries past q_lengths, of keys that no query is beside."""
     if problem.partial:  # which are added to
         return []
-    length, batch = LAYOUTS[lies.layout][-2], problem.batch if len(lies.layout) == 4 else 1
-    rows, keys = (x.shape[length] * batch for x in (lies.arrays.q, lies.arrays.k))
+    length, batch = LAYOUTS[layout.letters][-2], problem.batch if len(layout.letters) == 4 else 1
+    rows, keys = (x.shape[length] * batch for x in (layout.arrays.q, layout.arrays.k))
     alone = [a == 0 < b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)]
     names = ["dq"] if sum(problem.q_lengths) < rows else []
     return names + (["dk", "dv"] if sum(problem.k_lengths) < keys or True in alone else [])
@@ -206,14 +205,14 @@ def _unwritten(problem: Problem, lies: GradientLayout) -> list[str]:
 class GradientLayout(NamedTuple):
     """The layout of the arrays of a backward pass."""
 
-    layout: str
+    letters: str  # one of LAYOUTS
     arrays: Operands
     first_q: tuple[int, ...] | None  # of each packed sequence, its first row in q and in k
     first_k: tuple[int, ...] | None
 
     def step(self, name: str, axis: int) -> int:
         """Returns a stride in bytes, as stride_of gives it."""
-        return stride_of(getattr(self.arrays, name).strides, self.layout, axis)
+        return stride_of(getattr(self.arrays, name).strides, self.letters, axis)
 
     def strides(self, storage: str) -> Strides:
         """Returns what a schedule wants to know of strides."""
@@ -226,7 +225,7 @@ class GradientLayout(NamedTuple):
         first = self.first_k if name in ("k", "v", "dk", "dv") else self.first_q
         if first is not None:
             return np.array(first, np.int64) * self.step(name, -2)
-        return np.arange(batch, dtype=np.int64) * step_of_items(getattr(self.arrays, name), self.layout)
+        return np.arange(batch, dtype=np.int64) * step_of_items(getattr(self.arrays, name), self.letters)
 
 
 def shape_of(problem: Problem, kind: Kind, program: Program | None, how: BackwardSchedule) -> Shape:
@@ -242,15 +241,15 @@ class BackwardCall:
     """
 
     def __init__(
-        self, problem: Problem, kind: Kind, program: Program | None, lies: GradientLayout, tickets: Tickets,
+        self, problem: Problem, kind: Kind, program: Program | None, layout: GradientLayout, tickets: Tickets,
         threads: int, isa: Isa,
     ) -> None:  # fmt: skip
-        strides = lies.strides(problem.storage)
+        strides = layout.strides(problem.storage)
         how = schedule_backward(problem, isa, strides, program, tickets, threads, tuning_of(isa))
-        self.problem, self.how, self.items = problem, how, _items(problem, lies, tickets.words["range_keys"])
+        self.problem, self.how, self.items = problem, how, _items(problem, layout, tickets.words["range_keys"])
         self.items_at = self.items.ctypes.data
         shape, wants = shape_of(problem, kind, program, how), how.tuning.threading
-        words = how.words | _words(problem, lies, shape.elements) | {"scratch_stride": how.scratch_stride}
+        words = how.words | _words(problem, layout, shape.elements) | {"scratch_stride": how.scratch_stride}
         seconds = _guessed_seconds(problem, how, shape.elements)
         threads = threads_for(seconds, how.threads, wants)
         self.launch = Launch(shape, BACKWARD, words, how.tickets.number, threads, seconds, wants, program=program)
@@ -293,36 +292,36 @@ def _gradient_bytes(problem: Problem) -> int:
     return number_bytes(problem.storage) if problem.partial else STORAGE_BYTES[problem.storage]
 
 
-def _words(problem: Problem, lies: GradientLayout, elements: int) -> dict[str, int]:
+def _words(problem: Problem, layout: GradientLayout, elements: int) -> dict[str, int]:
     number, size = number_bytes(problem.storage), _gradient_bytes(problem)
-    words = words_of_problem(problem, _lse_rows(lies)) | {
+    words = words_of_problem(problem, _lse_rows(layout)) | {
         "c": bits_of(abs(problem.scale), number),  # a score's own arithmetic wants it with its sign
         "flip": signs_of(number, elements) if problem.score is None and problem.scale < 0 else 0,
         "drop_factor": bits_of(1.0 / problem.dropout_divisor, number),
     }
     for name in ("q", "k", "v", "out", "d_out"):
-        words |= steps(name, getattr(lies.arrays, name).strides, lies.layout)
+        words |= steps(name, getattr(layout.arrays, name).strides, layout.letters)
     for name in ("q", "k", "v"):
         for part, axis in (("head", -3), ("row", -2)):
-            step = lies.step(f"d{name}", axis)
+            step = layout.step(f"d{name}", axis)
             words |= {f"d{name}_{part}": step, f"s{name}_{part}": step // size * number}
     return words
 
 
-def _lse_rows(lies: GradientLayout) -> int:
+def _lse_rows(layout: GradientLayout) -> int:
     """Returns the stride of heads in log-sum-exps, in numbers."""
-    return lies.arrays.lse.shape[-1]
+    return layout.arrays.lse.shape[-1]
 
 
-def _items(problem: Problem, lies: GradientLayout, range_keys: int) -> np.ndarray:
+def _items(problem: Problem, layout: GradientLayout, range_keys: int) -> np.ndarray:
     """Returns the kernel's table of batch items, [item, word]."""
     number, size = number_bytes(problem.storage), _gradient_bytes(problem)
     names = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
-    at = {f"{name}_at": lies.offsets(name, problem.batch) for name in names}
-    if lies.first_q is not None:
-        lse = np.array(lies.first_q, np.int64) * number
+    at = {f"{name}_at": layout.offsets(name, problem.batch) for name in names}
+    if layout.first_q is not None:
+        lse = np.array(layout.first_q, np.int64) * number
     else:
-        lse = np.arange(problem.batch) * (problem.q_heads * _lse_rows(lies) * number)
+        lse = np.arange(problem.batch) * (problem.q_heads * _lse_rows(layout) * number)
     starts = np.array(problem.q_starts, np.int64)
     columns = GradientItem(
         steps=np.array(steps_of(problem), np.int64),

@@ -94,13 +94,14 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     scratch, fixed = placed(FORWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(PANEL, sizes)
     fits = (level2_bytes() * 5 // 8 - fixed) // panel_bytes
-    # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
     keys = max(problem.k_lengths, default=0)
     work = panel * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
+    # tasks are short, a few milliseconds, since threads wait for the last one of a region
     flops = wants.task_flops // (1 if threads <= MANY else 4)
-    wanted = max(4 if stage_keys or stage_values else 2, flops // work)
-    most, even = max(1, min(wants.panels, fits, wanted)), wants.even if stage_keys or stage_values else wants.tasks
-    panels = _shared_out(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
+    # a tile that is staged is staged once for all panels of a task
+    least, even = (4, wants.even) if stage_keys or stage_values else (2, wants.tasks)
+    most = max(1, min(wants.panels, fits, max(least, flops // work)))
+    panels = _panels_of_task(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
     if threads > MANY:
         panels = max(panels, min(most, -(-threads * _VISIT // work)))
     blocks = _blocks(rows, panel * panels) * problem.kv_heads
@@ -124,9 +125,11 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     )
 
 
-def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: int, tasks: tuple[int, int]) -> int:
-    """Returns the panels of a task that leave so many tasks for each thread; or, where they are alike and every thread
-    has as many, the second number of them.
+def _panels_of_task(rows: list[int], panel: int, kv_heads: int, most: int, threads: int, tasks: tuple[int, int]) -> int:
+    """Returns how many panels a task takes, of at most `most`.
+
+    tasks: how many each thread has at least; then how many, where all tasks have as many panels and all threads as many
+    tasks.
     """
     blocks = _blocks(rows, panel)
     least, more = (max(1, min(most, blocks * kv_heads // (x * threads))) for x in tasks)

@@ -84,17 +84,16 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
     """Writes what stores new tokens as those from `low` to `high` of a block."""
     in_pages = " to_row to_column" * s.raw
     k = module.function(name, prototype(f"source* block* low high row column dim ahead{in_pages}"))
-    match name:
-        case _ if s.raw:
-            return _InPages(k, s, name).tokens()
-        case _ if s.format.is_coded:
-            block: Any = _Codes(k, s, name)
-        case "keys":
-            block = _Keys(k, s, name)
-        case _ if s.pairs:
-            block = _Pairs(k, s, name)
-        case _:
-            block = _Rows(k, s, name)
+    if s.raw:
+        return _InPages(k, s, name).tokens()
+    if s.format.is_coded:
+        block: Any = _Codes(k, s, name)
+    elif name == "keys":
+        block = _Keys(k, s, name)
+    elif s.pairs:
+        block = _Pairs(k, s, name)
+    else:
+        block = _Rows(k, s, name)
     low, high, row = k.p["low"], k.p["high"], k.p["row"]
     with k.either((high - low).equals(BLOCK)) as (all_new, some_new):
         with all_new:

@@ -126,7 +126,7 @@ class _Task(PairWork):
     def begin(self, panel: Panel) -> None:
         """Rows of Q and dO are copied, and dQ is what earlier ranges have left."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
-        row, first, end, dq = self.row + panel.i * s.panel, panel.end("first"), panel.end("end"), panel.part("dq")
+        row, first, end, dq = self.row + panel.i * s.panel, panel.word("first"), panel.word("end"), panel.part("dq")
         with k.when(first < end):
             for name, length, columns in (("q", a.head_dim, a.columns), ("d_out", a.value_dim, a.value_columns)):
                 source = k.pointer(self.row_of(name, self.q_head, row))
@@ -142,7 +142,7 @@ class _Task(PairWork):
     def finish(self, panel: Panel) -> None:
         """Stores dQ in its sums, or in the caller's array."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
-        row, first, end = self.row + panel.i * s.panel, panel.end("first"), panel.end("end")
+        row, first, end = self.row + panel.i * s.panel, panel.word("first"), panel.word("end")
         end_of_keys = (self.range + 1).equals(self.item.ranges) & k.const(int(not s.partial), I1)
         with k.when(first < end), k.either(end_of_keys) as (last, more):
             with last:
@@ -223,9 +223,9 @@ class _Task(PairWork):
         whole, some = k.variable(k.const(1, I1)), k.variable(k.const(0, I1))
         with k.range(first, first + n) as i:
             panel = Panel(self, i)
-            low, high, careful = (panel.end(x) for x in ("key_first", "key_end", "careful"))
+            low, high, careful = (panel.word(x) for x in ("key_first", "key_end", "careful"))
             some.set(some.get() | (low < high))
-            empty = panel.end("first").equals(panel.end("end"))
+            empty = panel.word("first").equals(panel.word("end"))
             whole.set(whole.get() & ((low.equals(0) & high.equals(count) & careful.equals(0)) | empty))
         whole = whole.get() & some.get()
         with k.either(whole) as (at_once, in_turn):
@@ -309,9 +309,9 @@ class _Sums:
     def of_panel(self, panel: Panel) -> None:
         """Adds what one panel has for the keys that it sees to partial sums."""
         k, parts, none = self.k, self.task.parts, self.k.i64(0)
-        first, end = panel.end("key_first"), panel.end("key_end")
+        first, end = panel.word("key_first"), panel.word("key_end")
         with k.when(first < end):
-            careful, count = panel.end("careful").differs(0), end - first
+            careful, count = panel.word("careful").differs(0), end - first
             whole = k.select(careful, none, count - count % self.s.tiles.gradients[0][0])
             self.of_panels(panel, 1, first, none, whole)
             self.whole(k.const(0, I1), none)

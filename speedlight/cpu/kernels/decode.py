@@ -86,7 +86,7 @@ class _Task(Work):
         )
         # heads in step where all they see is one tile; longer sequences are read best head by head
         few = (self.rows < FEW_ROWS) & (a.heads > 1) & (item.k_len <= TILE)
-        self.together = few if parts.score_heads is not None else None
+        self.in_step = few if parts.score_heads is not None else None
         self.take(k.i64(0))
         self.positions = self.position(k.i64(0)), self.position(self.rows - 1)
 
@@ -98,8 +98,8 @@ class _Task(Work):
         self.heads = self.head * self.group, (self.head + 1) * self.group - 1
         self.head_queries = k.at(self.queries, h * self.rows * self.units * self.s.number_bytes)
         self.scores = self.scratch
-        if self.together is not None:
-            self.scores = k.at(self.scratch, k.select(self.together, h * self.rows, k.i64(0)) * score_row(self.s))
+        if self.in_step is not None:
+            self.scores = k.at(self.scratch, k.select(self.in_step, h * self.rows, k.i64(0)) * score_row(self.s))
         self.head_span = k.at(self.span, self.state_at)
 
     @contextlib.contextmanager
@@ -123,6 +123,7 @@ class _Task(Work):
         return self.limit(r // self.group)
 
     def run(self) -> None:
+        """Takes all rows through a share of the spans; merges these, or leaves their states to the last task."""
         k, a, blocks = self.k, self.a, self.item.blocks
         if self.s.cached:
             with k.when(a.put.differs(0)):
@@ -153,14 +154,23 @@ class _Task(Work):
                     self.merge(self.span)
                 with leave, k.range(0, states, 8) as byte:
                     k.store(k.load(I64, self.span, byte), k.at(shared, start // SPAN * states), byte)
+        finished = self.merge_shares(alone, shared, spans, states)
+        with k.when(finished), self.each_head(), k.range(0, self.rows) as r:
+            self.finish(r)
+
+    def merge_shares(self, alone: Value, shared: Value, spans: Value, states: Value) -> Value:
+        """Returns whether this task ends its heads: it is alone, or comes last, and then merges all spans in order.
+
+        shared: where tasks leave what each span has seen, `states` bytes apart.
+        """
+        k, blocks = self.k, self.item.blocks
         finished = k.variable(alone)
-        with k.when(alone ^ 1):  # the last of the head's tasks merges all of its spans, in order
-            counter = k.pointer(a.arrived + k.p["number"] // blocks * 8)
+        with k.when(alone ^ 1):
+            counter = k.pointer(self.a.arrived + k.p["number"] // blocks * 8)
             finished.set((k.fetch_add(counter, 0, 1) + 1).equals(blocks))
             with k.when(finished.get()), k.range(0, spans) as span:
                 self.merge(k.at(shared, span * states))
-        with k.when(finished.get()), self.each_head(), k.range(0, self.rows) as r:
-            self.finish(r)
+        return finished.get()
 
     def every_box(self) -> Box:
         """Returns the queries of all heads of the task."""
@@ -203,9 +213,9 @@ class _Task(Work):
     def score_together(self, start: Value, count: Value) -> None:
         """Scores all heads of the task at once, where that is worth it."""
         k, a = self.k, self.a
-        if self.together is None:
+        if self.in_step is None:
             return
-        with k.when(self.together):
+        with k.when(self.in_step):
             self.take(k.i64(0))
             self.locate(self.k_places, "k", start, count)
             arguments = (self.queries, self.k_places, a.k_row, count, self.units, self.all_rows, a.head_dim)
@@ -226,7 +236,7 @@ class _Task(Work):
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        with contextlib.nullcontext() if self.together is None else k.when(self.together ^ 1):
+        with contextlib.nullcontext() if self.in_step is None else k.when(self.in_step ^ 1):
             self.locate(self.k_places, "k", start, count)
             arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
             k.call(parts.score, self.scratch, *arguments)
@@ -238,12 +248,12 @@ class _Task(Work):
             with k.range(0, self.rows) as r:
                 k.call(parts.rescale, self.weights(r), self.v_places, count)
         self.begin_sums()
-        together = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
-        self.add_values(together, regular)
+        shared = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
+        self.add_values(shared, regular)
         with k.range(0, self.rows) as r:
             end = s.count_units(k.load(I64, self.limits, r * 8))
-            with k.when(together < end):
-                k.call(parts.careful, *self.value_arguments(r, together, end, regular), count - 1)
+            with k.when(shared < end):
+                k.call(parts.careful, *self.value_arguments(r, shared, end, regular), count - 1)
             self.accumulate(r)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
@@ -321,11 +331,11 @@ class _Task(Work):
         total = k.load(s.number, self.sums, r * 8)
         return k.splat((total.bits(s.integer) & sign).bits(s.number), s.lanes)
 
-    def add_values(self, together: Value, regular: Value) -> None:
-        """Adds the values of the steps that all rows see, for as many rows at once as there are registers."""
+    def add_values(self, shared: Value, regular: Value) -> None:
+        """Adds the values of `shared` steps, which all rows see, for as many rows at once as there are registers."""
         k = self.k
-        with k.range(0, together, STEPS_TOGETHER) as first:
-            end = k.min(first + STEPS_TOGETHER, together)
+        with k.range(0, shared, STEPS_TOGETHER) as first:
+            end = k.min(first + STEPS_TOGETHER, shared)
             done = k.i64(0)
             for rows, least, function in self.parts.values:
                 many = k.select(self.rows >= least, (self.rows - done) // rows * rows, k.i64(0))

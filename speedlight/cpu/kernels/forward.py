@@ -28,7 +28,7 @@ from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries
-from .task import attention_module
+from .task import Seen, attention_module
 from .visibility import extent, visibility
 
 
@@ -98,7 +98,7 @@ class _Task(PanelWork):
         with k.range(0, self.panels) as i:
             self.pack(Panel(self, i))
         with self.visible_spans(k.i64(0), last, lambda: self.box(k.i64(0), self.panels)) as (span_start, span_end):
-            with k.range(0, self.panels) as i, k.when(Panel(self, i).end("high") > span_start):
+            with k.range(0, self.panels) as i, k.when(Panel(self, i).word("high") > span_start):
                 rows = k.i64(2) if self.visibility is None else a.width + 2  # the rest is fresh to its first tile
                 clear_state(k, self.s, Panel(self, i).part("span"), rows)
             with k.range(span_start, span_end, TILE) as start:
@@ -110,7 +110,7 @@ class _Task(PanelWork):
                     with k.when(seen > 0):
                         self.tile(start, count)
             several = k.const(1, I1) if self.s.partial else last > SPAN
-            with k.when(several), k.range(0, self.panels) as i, k.when(Panel(self, i).end("high") > span_start):
+            with k.when(several), k.range(0, self.panels) as i, k.when(Panel(self, i).word("high") > span_start):
                 panel = Panel(self, i)
                 k.call(self.parts.merge, panel.part("total"), panel.part("span"), a.value_dim)
         self.finish()
@@ -136,7 +136,7 @@ class _Task(PanelWork):
         limits = panel.lanes("limit")
         k.store(k.load(I64, limits), panel.at, ENDS.offset("low"))
         k.store(k.load(I64, limits, (s.panel - 1) * 8), panel.at, ENDS.offset("high"))
-        with k.when(self.in_total | (panel.end("high") <= 0)):
+        with k.when(self.in_total | (panel.word("high") <= 0)):
             clear_state(k, s, panel.part("total"), a.width + 2)
         if self.parts.resume is not None:
             with k.when(a.begins.equals(0)):
@@ -152,7 +152,7 @@ class _Task(PanelWork):
         state_at = k.select(self.in_total, a.at_total, a.at_span)  # the only span's state is all
         with k.range(0, self.panels) as i:
             panel = Panel(self, i)
-            state = k.at(panel.at, k.select(panel.end("high") > 0, state_at, a.at_total))
+            state = k.at(panel.at, k.select(panel.word("high") > 0, state_at, a.at_total))
             count = k.min(self.rows - i * s.panel, k.i64(s.panel))
             if self.parts.leave is None:
                 self.end(panel, state, count)
@@ -191,14 +191,14 @@ class _Task(PanelWork):
         tile = self.stage_tile(start, count)
         with k.range(0, self.panels) as i:
             panel = Panel(self, i)
-            high = k.min(panel.end("high") - start, count)
+            high = k.min(panel.word("high") - start, count)
             with k.when(high > 0):
                 if self.visibility is None:
-                    self.panel_tile(panel, tile, k.i64(0), high, k.i64(0), high)
+                    self.panel_tile(panel, tile, Seen(k.i64(0), high, k.i64(0), high))
                 else:
-                    first, end, clear, full = self.parts_of(self.box(i, i + 1), start, high)
-                    with k.when(first < end):
-                        self.panel_tile(panel, tile, first, end, clear, full)
+                    seen = self.parts_of(self.box(i, i + 1), start, high)
+                    with k.when(seen.first < seen.end):
+                        self.panel_tile(panel, tile, seen)
 
     def stage_tile(self, start: Value, count: Value) -> Tile:
         """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
@@ -254,19 +254,20 @@ class _Task(PanelWork):
         """Returns where scales lie: of keys, and of values."""
         return [self.k.at(self.part("scales"), n * (TILE * 4)) for n in (0, 1)]
 
-    def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value, full: Value) -> None:
-        """Keys [first, end) of a tile for one panel. The mask hides nothing of [clear, full); `causal` still may."""
+    def panel_tile(self, panel: Panel, tile: Tile, seen: Seen) -> None:
+        """Takes a panel through the keys of a tile that the mask shows; `causal` may hide more of them."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        product, shown = product_of(s), k.min(panel.end("low") - tile.start, full)
-        masked = clear - s.first_of_units(first)
-        clear, shown = (k.select(shown > clear, x, first) for x in (clear, shown))
-        self.count(k.select(clear.equals(first), shown - first, k.i64(0)), end - first)
-        shown, first = product.whole_keys(k, shown, end, tile.length), s.first_of_units(first)
-        start, high = tile.start + first, end - first
-        clear, shown, full = clear - first, shown - first, full - first
+        product, low = product_of(s), k.min(panel.word("low") - tile.start, seen.full)
+        masked = seen.clear - s.first_of_units(seen.first)  # keys that the mask may hide before the clear ones
+        plain = seen.clear_to(k, low)  # under `causal`, too
+        self.count(k.select(plain.clear.equals(seen.first), plain.full - seen.first, k.i64(0)), seen.end - seen.first)
+        whole, first = product.whole_keys(k, plain.full, seen.end, tile.length), s.first_of_units(seen.first)
+        # the same as numbers of keys from `first` on, where a unit begins
+        start, high = tile.start + first, seen.end - first
+        clear, shown, full = plain.clear - first, whole - first, seen.full - first
         keys = k.at(tile.keys, first * tile.k_row)
         values = product.values_from(k, tile.values, first, tile.v_row)
-        missing = [k.select(end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
+        missing = [k.select(seen.end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
         scales = [k.at(x, first * 4) for x in self.scales()] if s.format.is_coded else []
         check, state, limits = self.part("check"), panel.part("span"), panel.lanes("limit")
         position = start + a.k_start
@@ -284,11 +285,11 @@ class _Task(PanelWork):
             with k.when(hides):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *where)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
-        shown = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
+        unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        self.add_values(state, tile, values, (clear, shown, wide, high))
+        self.add_values(state, tile, values, (clear, unpredicated, wide, high))
 
     def add_values(self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...]) -> None:
         """Values by weights, summed to a panel's state. keys: those that all see, from and to; that any but the last

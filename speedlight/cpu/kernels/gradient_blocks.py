@@ -101,7 +101,7 @@ class PairWork(PanelWork):
         with k.range(0, self.a.panels) as i:
             panel = Panel(self, i)
             self.pack(panel)
-            most.set(k.max(most.get(), panel.end("high")))
+            most.set(k.max(most.get(), panel.word("high")))
         return most.get()
 
     def pack(self, panel: Panel) -> None:
@@ -175,7 +175,7 @@ class PairWork(PanelWork):
         nothing below `clear`; `causal` still may.
         """
         k = self.k
-        high = k.min(panel.end("high") - tile.start, tile.length)
+        high = k.min(panel.word("high") - tile.start, tile.length)
         with k.when(high > 0):
             if self.visibility is None:
                 then(panel, tile, k.i64(0), high, high)
@@ -189,7 +189,7 @@ class PairWork(PanelWork):
     def weigh(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> Value:
         """Makes P and dS of keys [first, end) of a tile; returns whether products must look at every pair."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        full = k.max(k.min(panel.end("low") - tile.start, clear), first)
+        full = k.max(k.min(panel.word("low") - tile.start, clear), first)
         self.count(full - first, end - first)
         start, count = tile.start + first, end - first
         check = self.part("check")

@@ -16,7 +16,7 @@ class Panel:
         self.k, self.task, self.i = task.k, task, i
         self.at = task.k.at(task.scratch, task.a.at_panels + i * task.a.panel_bytes)
 
-    def end(self, name: str) -> Value:
+    def word(self, name: str) -> Value:
         """Loads one of the words that all lanes share."""
         return self.k.load(I64, self.at, self.task.ends.offset(name))
 
@@ -24,9 +24,9 @@ class Panel:
         return self.task.part(name, self.at)
 
     def pairs(self, name: str) -> Value:
-        """Returns one of PAIRS of this panel and the tile at hand, by turns with the panels that are taken together."""
-        turn = self.i % together(self.task.s.panel)
-        return self.task.part(name, self.k.at(self.task.part("pairs"), turn * self.task.a.pair_bytes))
+        """Returns one of PAIRS of this panel and the tile at hand; panels taken together have a place each."""
+        place = self.i % together(self.task.s.panel)
+        return self.task.part(name, self.k.at(self.task.part("pairs"), place * self.task.a.pair_bytes))
 
     def lanes(self, name: str) -> Value:
         """Returns [panel] of what each lane has of this name."""

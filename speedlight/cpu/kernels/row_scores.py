@@ -43,7 +43,7 @@ def score_rows(module: Module, s: Shape) -> Any:
     keys_at_once = n * s.tiles.key_vectors
     rows, rest = k.buffer(I64, keys_at_once), k.buffer(s.unit, n * keys_at_once)
     runs = list(product.key_runs(k, p["head_dim"]))
-    # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
+    # later keys are prefetched: line after line where rows lie side by side, else row by row
     dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
     unit_step = k.select(dense, k.i64(keys_at_once * s.stored_bytes), k.i64(s.stored_bytes))
     zero = k.const(0.0, s.vector)
@@ -117,7 +117,7 @@ def score_lanes(module: Module, s: Shape) -> Any:
     """
     k = module.function("score_lanes", prototype(_SCORE))
     p = k.p
-    far = blocks_ahead(k, s, p["key_row"])
+    ahead = blocks_ahead(k, s, p["key_row"])
     tiles = _score_tiles(s)
     most = max(together for _, together in tiles)
     with k.range(0, p["count"], BLOCK * most) as group:
@@ -128,7 +128,7 @@ def score_lanes(module: Module, s: Shape) -> Any:
                 k.range(start, end, rows) as r,
                 k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j,
             ):
-                fetched = far if rows > 1 or s.fetching.alone else None
+                fetched = ahead if rows > 1 or s.fetching.alone else None
                 _score_blocks(k, s, fetched, [r + i for i in range(rows)], j, together)
             start = end
     return k.finish()
@@ -143,37 +143,40 @@ def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
     return s.tiles.int8_scores if s.format.is_coded else s.tiles.scores
 
 
-def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j: Value, together: int) -> None:
+def _score_blocks(k: Function, s: Shape, ahead: Value | None, rows: list[Value], j: Value, together: int) -> None:
     """Scores some rows against some blocks from key j on: as many independent chains as there are sums.
 
-    A block past the end repeats the last one. Meanwhile the block `far` ahead of each is fetched.
+    A block past the end repeats the last one. Meanwhile the block that is `ahead` blocks after each is fetched.
     """
     last = (k.p["count"] - 1) // BLOCK
     numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
-    aheads = [] if far is None else [block_at(k, s, x + far) for x in numbers]
-    _score_groups(k, s, aheads, [(rows, [block_at(k, s, x) for x in numbers])], j)
+    fetched = [] if ahead is None else [block_at(k, s, x + ahead) for x in numbers]
+    _score_groups(k, s, fetched, [(rows, [block_at(k, s, x) for x in numbers])], j)
 
 
 def _score_groups(
-    k: Function, s: Shape, aheads: list[Value], groups: list[tuple[list[Value], list[Value]]], j: Value
+    k: Function, s: Shape, fetched: list[Value], groups: list[tuple[list[Value], list[Value]]], j: Value
 ) -> None:
-    """Scores of each group all its rows against all its blocks, whose first key is key j; all chains in step."""
+    """Scores of each group all its rows against all its blocks, whose first key is key j; all chains in step.
+
+    fetched: addresses of the blocks that are prefetched meanwhile.
+    """
     p, n, unit_bytes, product = k.p, s.lanes, BLOCK * s.stored_bytes, product_of(s)
     sums = []  # of each group its vectors of keys; of each row its query, and its sums
     for rows, blocks in groups:
         vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
         queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
         sums.append((vectors, [(x, [product.new_sum(k, k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
-    for ahead in aheads if s.format.is_coded else ():
-        k.prefetch(k.at(ahead, -s.header), s.fetching.level)
+    for later in fetched if s.format.is_coded else ():
+        k.prefetch(k.at(later, -s.header), s.fetching.level)
 
     def units(t: Value, count: int = 1) -> None:
         """Adds so many units, which lie together."""
         for vectors, rows in sums:
             keys = [product.load_keys(k, block, t, lane, count) for block, lane in vectors]
-            for ahead in aheads:
+            for later in fetched:
                 for line in range(0, unit_bytes * count, 64):
-                    k.prefetch(k.at(ahead, t * unit_bytes + line), s.fetching.level)
+                    k.prefetch(k.at(later, t * unit_bytes + line), s.fetching.level)
             for row, totals in rows:
                 for u in range(count):
                     query = k.splat(k.load(s.unit, row, (t + u) * s.number_bytes), n)

@@ -25,6 +25,19 @@ class Box(NamedTuple):
     positions: tuple[Value, Value]
 
 
+class Seen(NamedTuple):
+    """The keys of a tile that queries may see, [first, end); nothing is hidden of those of [clear, full)."""
+
+    first: Value
+    end: Value
+    clear: Value
+    full: Value
+
+    def clear_to(self, k: Function, full: Value) -> Seen:
+        """Returns the same keys, clear up to `full` alone; where none of them is, [clear, full) is empty at `first`."""
+        return Seen(self.first, self.end, *(k.select(full > self.clear, x, self.first) for x in (self.clear, full)))
+
+
 class Work:
     """Names for what the function that does one ticket works with: arguments, scratch, the ticket's batch item."""
 
@@ -120,10 +133,8 @@ class Work:
         first, end, clear, full = self.parts_of(box, start, count)
         return first, end, self.k.select(clear.equals(first), full, first)
 
-    def parts_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value, Value]:
-        """Returns which of the keys [start, start + count) a box may see at all, from and to, and of them the first
-        that all of it sees, from and to.
-        """
+    def parts_of(self, box: Box, start: Value, count: Value) -> Seen:
+        """Returns which keys of [start, start + count) a box may see, and the first run of them that all of it sees."""
         k, index = self.k, self.item.index
         seen = self.seen_of(box, start, start + count)
         packed = k.variable(k.select(seen.equals(0), k.i64(0), count << 8 | count << 16))
@@ -131,7 +142,7 @@ class Work:
             first = start + self.a.k_start
             packed.set(k.call(self.extent, k.p["a"], index, *box.heads, *box.positions, first, count))
         word = packed.get()
-        return word & 255, (word >> 8) & 255, word >> 24, (word >> 16) & 255
+        return Seen(word & 255, (word >> 8) & 255, word >> 24, (word >> 16) & 255)
 
     def row_of_ticket(self, table: Value, count: Value, size: int, first: int, number: Value) -> Value:
         """Returns the last row of a table, of `size` bytes each, whose first ticket is not above this one, by

@@ -43,7 +43,7 @@ def new_sum(product: OuterProduct, k: Function, start: Value) -> Chain:
 
 
 def joint_steps(product: OuterProduct, k: Function, joint: Value, steps: Value) -> Value:
-    """Returns how many of the first `joint` steps, which all rows see, are summed together, of so many in the tile."""
+    """Returns how many of the first `joint` steps, which all rows see, are summed together. steps: of a whole tile."""
     return joint
 
 
@@ -53,12 +53,12 @@ def settle(product: OuterProduct, k: Function, total: Value, begin: Value) -> Va
 
 
 def flushed(product: OuterProduct, module: Module, f: Any) -> Any:
-    """Returns a function that sums products, in the mode that these want."""
+    """Returns f, which sums products, or a function that calls it in the floating-point mode that the product wants."""
     return f
 
 
 def multiply_often(product: OuterProduct, k: Function, a: Value, b: Value, sums: Sequence[Variable]) -> None:
-    """Adds a · b to each sum: of `flops_of_step`, as fast as the product can."""
+    """Adds a · b to each sum, `flops_of_step` operations each, as fast as the product can."""
     for total in sums:
         total.set(product.multiply_add(k, a, b, total.get()))
 
@@ -87,7 +87,7 @@ def step_offset(product: OuterProduct, k: Function, t: Value, row: Value) -> Val
 
 
 def new_sums(k: Function, s: Shape, rows: int, vectors: int = 0) -> Sums:
-    """Returns sums of +0, of all vectors of queries if it is not said how many."""
+    """Returns sums that begin with +0; vectors: all those of a panel, unless it is given."""
     return [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors or s.vectors)] for _ in range(rows)]
 
 

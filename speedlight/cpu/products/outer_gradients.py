@@ -176,7 +176,7 @@ def _add_panel(
 
     def step(t: Value, count: int = 1) -> None:
         columns = [columns_of(t + i) for i in range(count)]
-        add_outer(product, k, total, (spread(k, s, x, t * s.number_bytes, count) for x in weights), columns)
+        add_outer(product, k, total, (spread(k, s, w, t * s.number_bytes, count) for w in weights), columns)
 
     def predicated_step(t: Value) -> None:
         columns = columns_of(t)
@@ -194,7 +194,7 @@ def _add_panel(
 
 
 def _join(k: Function, s: Shape, x: Words, j: Value, sums: Sums) -> None:
-    """Totals of keys from j on are `sums` if `fresh`, else joined by them; at the `end` times `factor`, in out."""
+    """Adds sums to the totals of keys from j on; `fresh` ones are the totals; at the end, totals · factor go to out."""
     found = [(m, v, one.get()) for m, v, one in each_sum(sums)]
     at = k.at(k.pointer(x.total), j * x.total_row + k.p["column"])
     totals = [k.variable(one + k.const(0.0, s.vector)) for _, _, one in found]  # +0 where it is -0

@@ -81,7 +81,7 @@ def _check_file(path: Path, info: os.stat_result) -> None:
 
 
 def _trusted(info: os.stat_result) -> bool:
-    """Owned by this user, and writable by no other."""
+    """Returns whether this user owns it, and nobody else can write to it."""
     return not hasattr(os, "geteuid") or (info.st_uid == os.geteuid() and not info.st_mode & 0o022)
 
 
@@ -110,7 +110,7 @@ def keep(path: Path, data: bytes) -> None:
 
 
 def _make_directory(directory: Path) -> None:
-    """With missing parents, accessible to this user alone whatever the umask. Existing directories stay as they are."""
+    """Makes a directory and its missing parents, for this user alone whatever the umask; changes none that exists."""
     if not directory.exists():
         _make_directory(directory.parent)
         with contextlib.suppress(FileExistsError):
@@ -136,7 +136,7 @@ def digest_of(package: Path, rooms: Collection[str]) -> bytes:
 
 
 def _python_files(folder: str, within: str = "") -> list[tuple[str, str]]:
-    """Name below the package, and path, of each."""
+    """Lists the Python files below a folder, as (name, path); the names begin with `within`."""
     found: list[tuple[str, str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -106,7 +106,10 @@ def _threads_named(text: str) -> int:
 
 @functools.cache
 def _openmp(_torch_loaded: bool) -> int | None:
-    """Returns the address of GOMP_parallel of an OpenMP runtime that something else has loaded; None without one."""
+    """Returns the address of GOMP_parallel of an OpenMP runtime that something else has loaded; None without one.
+
+    _torch_loaded: a key of the cache alone. PyTorch loads a runtime, so that one is looked for again.
+    """
     if sys.platform != "linux":
         return None
     try:
@@ -127,7 +130,12 @@ def _openmp(_torch_loaded: bool) -> int | None:
 
 def runtime() -> str:
     """Names the threads that a region may use now: 'pool', ours; 'openmp', those of an OpenMP runtime as well."""
-    return "openmp" if not _forked and _openmp("torch" in sys.modules) else "pool"
+    return "openmp" if _usable_openmp() else "pool"
+
+
+def _usable_openmp() -> int:
+    """Returns the address that starts a region on an OpenMP runtime's threads; 0 where none may be used."""
+    return 0 if _forked else _openmp("torch" in sys.modules) or 0
 
 
 def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds: float, longest: float) -> None:
@@ -196,12 +204,12 @@ def region_words(threads: int) -> dict[str, int]:
     """Returns the addresses with which machine code runs a region on up to so many threads, of the calling thread; it
     must have run one before.
     """
-    openmp = None if _forked else _openmp("torch" in sys.modules)
+    openmp = _usable_openmp()
     ours = _ours or _new_threads()
     if ours is None:
         return {"threads": 1}
     clock = _clock_of_team(ours, openmp, threads) if openmp else 0
-    return ours.addresses() | {"openmp": openmp or 0, "clock": clock}
+    return ours.addresses() | {"openmp": openmp, "clock": clock}
 
 
 def region_holder() -> list[object]:
@@ -223,9 +231,9 @@ def _new_threads() -> Threads | None:
 
 def _run_on_threads(ours: Threads, kernel: Kernel, words: Any, threads: int) -> None:
     """Runs a region in one call into machine code, from the first store to the end: no signal comes between."""
-    openmp = None if _forked else _openmp("torch" in sys.modules)
+    openmp = _usable_openmp()
     clock = _clock_of_team(ours, openmp, threads) if openmp else 0
-    error = ours.run(kernel.address, ctypes.addressof(words), threads - 1, openmp or 0, clock)
+    error = ours.run(kernel.address, ctypes.addressof(words), threads - 1, openmp, clock)
     if error:
         _warn(os.strerror(error))
 
@@ -308,7 +316,8 @@ def _clock_of_team(ours: Threads, openmp: int, threads: int) -> int:
 def _try_threads(count: int) -> bool:
     """Returns whether `count` more threads can run at the same time; they have ended when it returns True.
 
-    In vain, now, where one does not come: it may have ended before its first line, as in llvm.undisturbed().
+    Returns False after a second if a thread did not come: it may have ended before its first line, as in
+    llvm.undisturbed().
     """
     came: list[int] = []
     gate = threading.Lock()

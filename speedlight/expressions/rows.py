@@ -31,7 +31,7 @@ def _unary(op: str) -> Callable[..., Any]:
     return lambda self: self.apply(op, self)
 
 
-class Vector:
+class Row:
     """Entries side by side. `apply`: symbols' operations by name; `at`: of a table's row, its entry at an index."""
 
     __slots__ = ("_entries", "apply", "at", "count", "name")
@@ -42,7 +42,7 @@ class Vector:
         apply: Apply,
         entries: Callable[[], list[Any]],
         count: int,
-        name: str = "vector",
+        name: str = "row",
         at: Callable[[Any], Any] | None = None,
     ) -> None:
         self.apply, self._entries, self.count, self.name, self.at = apply, entries, count, name, at
@@ -61,7 +61,7 @@ class Vector:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             part = list(self)[index]
-            return Vector(self.apply, lambda: part, len(part), self.name)
+            return Row(self.apply, lambda: part, len(part), self.name)
         if self.at is not None:
             from_the_end = type(index) is int and -self.count <= index < 0
             return self.at(index + self.count if from_the_end else index)
@@ -100,12 +100,12 @@ class Vector:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        first, *_ = [x for x in args if isinstance(x, Vector)]
+        first, *_ = [x for x in args if isinstance(x, Row)]
         return first._called("torch", function, args, options or {})
 
     def _called(self, library: str, function: Any, args: Any, options: Any) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _ENDS and isinstance(args[0], Vector):
+        if name in _ENDS and isinstance(args[0], Row):
             if len(args) == 1:
                 return _ended(name, args[0], **options)
             if library == "torch" and type(args[1]) is int:  # torch.max(row, 0) is a pair, and no maximum of row and 0
@@ -126,10 +126,10 @@ class Vector:
 
 
 def is_row(x: Any) -> bool:
-    return isinstance(x, Vector)
+    return isinstance(x, Row)
 
 
-def entrywise(apply: Apply, op: str, operands: tuple[Any, ...]) -> Vector:
+def entrywise(apply: Apply, op: str, operands: tuple[Any, ...]) -> Row:
     """An operation on rows of one length, and on what is the same for every entry."""
     rows = [list(x) if is_row(x) or _is_flat(x) else None for x in operands]
     lengths = {len(row) for row in rows if row is not None} - {1}
@@ -138,7 +138,7 @@ def entrywise(apply: Apply, op: str, operands: tuple[Any, ...]) -> Vector:
     count = max(lengths, default=1)
     pairs = list(zip(rows, operands, strict=True))
     made = [apply(op, *(x if row is None else row[n % len(row)] for row, x in pairs)) for n in range(count)]
-    return Vector(apply, lambda: made, count)
+    return Row(apply, lambda: made, count)
 
 
 def _is_flat(x: Any) -> bool:
@@ -149,19 +149,19 @@ def _is_flat(x: Any) -> bool:
 def _end(op: str, of: str | None = None) -> Callable[..., Any]:
     """A row's entries joined by an operation, left to right; `of`: each as this kind first."""
 
-    def end(x: Vector, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
+    def end(x: Row, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
         if dim not in (None, 0, -1) or axis not in (None, 0, -1):
             raise ExpressionError(f"{x.name}: expected dim None, 0 or -1 of a row; got {shown(dim or axis)}.")
         entries = [x.apply("cast", one, of) if of else one for one in x]
         if not entries:
             raise ExpressionError(f"{x.name}: expected a row with entries; got none.")
         joined = functools.reduce(lambda a, b: x.apply(op, a, b), entries)
-        return Vector(x.apply, lambda: [joined], 1) if keepdim else joined
+        return Row(x.apply, lambda: [joined], 1) if keepdim else joined
 
     return end
 
 
-def _ended(name: str, x: Vector, *args: Any, **options: Any) -> Any:
+def _ended(name: str, x: Row, *args: Any, **options: Any) -> Any:
     """A row as one number."""
     more = set(options) - {"dim", "keepdim", "axis"}
     if more or len(args) > 2:
@@ -170,7 +170,7 @@ def _ended(name: str, x: Vector, *args: Any, **options: Any) -> Any:
     return _ENDS[name](x, *args, **options)
 
 
-def _mean(x: Vector, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
+def _mean(x: Row, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
     return _ENDS["sum"](x, dim, keepdim, axis=axis) / float(x.count)
 
 
