@@ -39,10 +39,13 @@ class CodeFormat(NamedTuple):
 
 
 CODES = {
-    "int8": CodeFormat("an", 8, 127, 7, 7, "numpy", "I8", "int8", (), ("i8",)),
+    "int8": CodeFormat(
+        "an", bits=8, largest=127, digits=7, least=7, library="numpy", safetensors="I8", on_gpu="int8",
+        elsewhere=("i8",),
+    ),
     "float8_e4m3fn": CodeFormat(
-        "a", 8, 448, 4, -5, "ml_dtypes", "F8_E4M3", "uint8", ("fp8", "fp8_e4m3", "float8_e4m3"),
-        ("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3"),
+        "a", bits=8, largest=448, digits=4, least=-5, library="ml_dtypes", safetensors="F8_E4M3", on_gpu="uint8",
+        spellings=("fp8", "fp8_e4m3", "float8_e4m3"), elsewhere=("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3"),
     ),
 }  # fmt: skip
 SPELLINGS = {x: name for name, row in CODES.items() for x in row.spellings}
