@@ -24,11 +24,11 @@ import ml_dtypes
 import numpy as np
 
 import speedlight as sl
+from speedlight.arrays.dtypes import CODES
 from speedlight.host.machine import isa_named, runnable_isas
 
 FILE = Path(__file__).with_name("golden.json")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-CODES = ("int8", "float8_e4m3fn")
 # q_heads, kv_heads, q_len, k_len, head_dim, value_dim: three vectors of queries, one, a tail of everything, several
 # spans
 SHAPES = {

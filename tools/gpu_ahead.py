@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from speedlight.arrays.dtypes import CODES
+from speedlight.arrays.dtypes import ON_GPU
 from speedlight.arrays.memory import Array
 from speedlight.expressions.patterns import documents, softcap
 from speedlight.expressions.tables import Table, table
@@ -188,7 +188,7 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
         yield f"{base} dropout", replace(base, dropout=0.1, causal=True)
         yield f"{base} part of the keys", replace(base, part=True, causal=True)
         yield f"{base} pages", replace(base, paged=True, causal=True)
-        for codes in CODES:
+        for codes in ON_GPU:
             yield f"{base} {codes}", replace(base, codes=codes, paged=True, causal=True)
         yield f"bfloat16 d96 {base.phase} value_dim 80", replace(base, d=96, value_dim=80)
     base = Case("bfloat16", 128, 4096, backward=True)
@@ -211,7 +211,7 @@ def appends() -> Iterator[tuple[str, Launch]]:
         x = torch.zeros((*shape, 128), dtype=torch.bfloat16)
         new = Tokens(x, x, axes(x, layout), axes(x, layout), 1, *more)
         yield f"bfloat16 append {name}", Rows.over((pages, pages)).put(new, to, words)
-    for dtype, paged in itertools.product(("bfloat16", *CODES), (False, True)):
+    for dtype, paged in itertools.product(("bfloat16", *ON_GPU), (False, True)):
         device = torch.device("cpu")
         rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)
         x = torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)

@@ -1,6 +1,9 @@
-"""The one table of dtypes: our names, bytes, and codes of caches; NumPy's dtypes of them."""
+"""The tables of dtypes and of codes of caches: our names, sizes and others' names; NumPy's dtypes of them."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,13 +14,48 @@ from ..host.forks import importing
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
 STORAGE_BYTES = dict(DTYPES.values())
 
-# of caches that keep codes, with a scale for each token and head: the largest code
-CODES = {"int8": 127, "float8_e4m3fn": 448}
+
+class CodeFormat(NamedTuple):
+    """A format of caches that keep codes, with a scale for each token and head.
+
+    A code whose binary exponent (frexp's) is e is a multiple of 2^(max(e, least) - digits).
+    """
+
+    article: str  # of its name
+    bits: int  # of a code
+    largest: int  # code: that of a row's largest magnitude
+    digits: int  # of a code of the least exponent or more
+    least: int
+    library: str  # whose dtype it is
+    safetensors: str  # its name in files
+    on_gpu: str | None  # dtype of tensors there, by which kernels tell formats: no two have the same; None: not there
+    spellings: tuple[str, ...] = ()  # as people type it
+    elsewhere: tuple[str, ...] = ()  # other libraries' names, for which errors say ours
+
+    @property
+    def error(self) -> float:
+        """Bounds how far code · scale is from its number, over the row's largest magnitude."""
+        return 2.0 ** (math.frexp(self.largest)[1] - self.digits - 1) / self.largest
+
+
+CODES = {
+    "int8": CodeFormat(
+        "an", bits=8, largest=127, digits=7, least=7, library="numpy", safetensors="I8", on_gpu="int8",
+        elsewhere=("i8",),
+    ),
+    "float8_e4m3fn": CodeFormat(
+        "a", bits=8, largest=448, digits=4, least=-5, library="ml_dtypes", safetensors="F8_E4M3", on_gpu="uint8",
+        spellings=("fp8", "fp8_e4m3", "float8_e4m3"), elsewhere=("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3"),
+    ),
+}  # fmt: skip
+SPELLINGS = {x: name for name, row in CODES.items() for x in row.spellings}
+SHORTEST = {name: (*row.spellings, name)[0] for name, row in CODES.items()}  # to type
+ON_GPU = {name: row.on_gpu for name, row in CODES.items() if row.on_gpu}
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name; bfloat16 and float8_e4m3fn are ml_dtypes'."""
-    if name in ("bfloat16", "float8_e4m3fn"):
+    """Returns the NumPy dtype of a name; bfloat16's and some codes' are ml_dtypes'."""
+    if name == "bfloat16" or (name in CODES and CODES[name].library == "ml_dtypes"):
         with importing:
             import ml_dtypes
 
@@ -33,7 +71,7 @@ def conversion(name: str, dtype: str) -> str:
 
 def code_cache(dtype: str) -> str:
     """Returns the name of a cache of codes, with its article, for a message."""
-    return f"{'an' if dtype == 'int8' else 'a'} {dtype} cache"
+    return f"{CODES[dtype].article} {dtype} cache"
 
 
 def check_dtype(name: str, dtype: str) -> str:

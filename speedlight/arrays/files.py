@@ -13,12 +13,12 @@ import numpy as np
 
 from ..errors import Error, FileError, UnsupportedError, pass_on
 from ..host.forks import importing
-from .dtypes import numpy_dtype
+from .dtypes import CODES, numpy_dtype
 
 _UNPACKED = 64 << 20  # bytes that a compressed file may hold whatever its size
 _RATIO = 32  # … and beyond them for each of its own
-_SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32",
-                "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # fmt: skip
+_SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I32": "int32",
+                "I64": "int64", **{row.safetensors: name for name, row in CODES.items()}}  # fmt: skip
 
 
 def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 _SHORT = reprlib.Repr()
@@ -21,6 +21,12 @@ def shown(x: Any) -> str:
 
 
 _warned: set[str] = set()
+
+
+def join_words(words: Iterable[str], last: str = "or") -> str:
+    """Returns words as a sentence has them: "a, b or c"."""
+    *rest, end = words
+    return f"{', '.join(rest)} {last} {end}" if rest else end
 
 
 def warn_once(what: str, message: str) -> None:

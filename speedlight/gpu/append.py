@@ -114,6 +114,7 @@ def quantized(x, dtype: tl.constexpr):
     """Codes, of int8 or as bits of e4m3 (uint8), and a scale per row: its largest magnitude over the largest code. A
     row with NaN or infinity is NaN.
     """
+    tl.static_assert((dtype == tl.int8) | (dtype == tl.uint8), "codes of a format that has no rounding here")
     LAST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     scale = tl.where(most < float("inf"), tl.math.div_rn(most, tl.full(most.shape, LAST, tl.float32)), float("nan"))

@@ -8,15 +8,17 @@ import numpy as np
 import torch
 
 from ..arrays.array import describe
-from ..arrays.dtypes import CODES, numpy_dtype
+from ..arrays.dtypes import CODES, DTYPES, ON_GPU, numpy_dtype
 from ..arrays.memory import Array
-from ..errors import ArgumentError, UnsupportedError, pass_on, shown
+from ..errors import ArgumentError, UnsupportedError, join_words, pass_on, shown
 from ..host.machine import interpreting
 from ..problem.tokens import TokenShape
 from .append import store
 from .keys import Keys
 from .launch import Launch, named_strides, status_of
 from .schedule import power_above
+
+_CODES = {getattr(torch, kind): name for name, kind in ON_GPU.items()}  # whose codes a tensor has
 
 
 def device_of(device: Any) -> torch.device:
@@ -39,11 +41,10 @@ def device_of(device: Any) -> torch.device:
 
 def cache_type(dtype: str) -> torch.dtype:
     """Returns the dtype of a cache's tensors. Kernels see float8 as bits: not every GPU knows the type."""
-    if dtype == "float64":
-        raise UnsupportedError(
-            "dtype: expected float32, float16, bfloat16, int8 or float8_e4m3fn on a GPU; got float64."
-        )
-    return torch.uint8 if dtype == "float8_e4m3fn" else getattr(torch, dtype)
+    kinds = {name: name for name in DTYPES if name != "float64"} | ON_GPU
+    if dtype not in kinds:
+        raise UnsupportedError(f"dtype: expected {join_words(kinds)} on a GPU; got {dtype}.")
+    return getattr(torch, kinds[dtype])
 
 
 def described(x: Any, name: str, device: torch.device) -> Array:
@@ -57,18 +58,18 @@ def described(x: Any, name: str, device: torch.device) -> Array:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    """A copy on the CPU; bfloat16 as ml_dtypes', and float8, whose bits it is."""
+    """A copy on the CPU; bfloat16 as ml_dtypes', and codes as NumPy has them."""
     x = x.to("cpu", copy=True).contiguous()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
-    return x.numpy().view(numpy_dtype("float8_e4m3fn")) if x.dtype == torch.uint8 else x.numpy()
+    return x.numpy().view(numpy_dtype(_CODES[x.dtype])) if x.dtype in _CODES else x.numpy()
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
     """A copy, still on the CPU."""
     if x.dtype.name == "bfloat16":
         return torch.tensor(x.view(np.int16)).view(torch.bfloat16)
-    return torch.tensor(x.view(np.uint8) if x.dtype.name == "float8_e4m3fn" else x)
+    return torch.tensor(x.view(ON_GPU.get(x.dtype.name, x.dtype)))
 
 
 class Tokens(NamedTuple):
@@ -149,7 +150,7 @@ class Rows:
         x, scale = (self.k, self.v)[index][where], self.scales[index]
         if scale is None:
             return x.clone()
-        return (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).float() * scale[where][..., None]
+        return x.view(getattr(torch, _CODES[x.dtype])).float() * scale[where][..., None]
 
     def planes(self, index: int) -> list[torch.Tensor]:
         """Keys (0) or values (1) as files have them: [tokens], or [codes, scales]."""

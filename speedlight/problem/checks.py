@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES, DTYPES, code_cache, conversion
+from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, code_cache, conversion
 from ..arrays.integers import integer, is_one, whole
 from ..arrays.memory import Array
-from ..errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
+from ..errors import ArgumentError, ArgumentTypeError, CacheFull, join_words, pass_on, shown
 from ..errors.advice import of_layout, of_scale, of_window
 from .options import MOST_SEEDS, DtypeName
 from .problem import LAYOUTS
@@ -181,14 +181,16 @@ def check_precision(x: Any) -> None:
 # --- of caches
 
 _FLOATS = ("float32", "float16", "bfloat16")  # of tokens that a cache of codes takes
-_FLOAT8: dict[str, str] = dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3"), "float8_e4m3fn")  # as people type it
 _DTYPES_ELSEWHERE = {
     **dict.fromkeys(("fp16", "f16", "half"), "'float16'"),
     "bf16": "'bfloat16'",
     **dict.fromkeys(("fp32", "f32", "float", "single"), "'float32'"),
     **dict.fromkeys(("fp64", "f64", "double"), "'float64'"),
-    **dict.fromkeys(("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3"), "'fp8', which is float8_e4m3fn"),
-    "i8": "'int8'",
+    **{
+        theirs: f"{SHORTEST[name]!r}{f', which is {name}' * (name != SHORTEST[name])}"
+        for name, row in CODES.items()
+        for theirs in row.elsewhere
+    },
 }
 
 
@@ -226,11 +228,11 @@ def cache_dtype(dtype: Any) -> DtypeName:
     name: Any = (
         getattr(dtype, "name", None)
         or getattr(dtype, "__name__", None)
-        or (_FLOAT8.get(dtype, dtype) if isinstance(dtype, str) else shown(dtype))
+        or (SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else shown(dtype))
     )
     name = name.removeprefix("torch.") if isinstance(name, str) else shown(dtype)
     if name not in (*DTYPES, *CODES):
-        wanted = "float32, float64, float16, bfloat16, int8 or float8_e4m3fn ('fp8')"
+        wanted = join_words([*DTYPES, *(x if x == short else f"{x} ({short!r})" for x, short in SHORTEST.items())])
         raise ArgumentTypeError(f"dtype: expected {wanted}; got {shown(dtype)}.{_of_dtype(name)}")
     return name
 

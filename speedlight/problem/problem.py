@@ -112,9 +112,14 @@ PLAIN = Options()  # all as by default
 _STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
 
 
+_MASK, _SCORE, _SCALE, _CAUSAL = map(Options._fields.index, ("mask", "score", "scale", "causal"))
+
+
 def brief_options(mask: Any, score: Any, scale: Any, causal: Any) -> Options:
-    """Returns Options(mask=…, score=…, scale=…, causal=…), in a fifth of the time."""
-    return new_options(Options, (mask, score, None, scale, *PLAIN[4:6], causal, *PLAIN[7:]))
+    """Returns Options(mask=…, score=…, scale=…, causal=…), in a fourth of the time."""
+    fields = list(PLAIN)
+    fields[_MASK], fields[_SCORE], fields[_SCALE], fields[_CAUSAL] = mask, score, scale, causal
+    return new_options(Options, fields)
 
 
 class Sizes(NamedTuple):

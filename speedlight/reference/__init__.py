@@ -13,7 +13,7 @@ from ..arrays.array import describe, listed
 from ..arrays.dtypes import CODES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, shown
+from ..errors import ArgumentError, ArgumentTypeError, join_words, shown
 from ..host.rounding import standard
 from ..problem.checks import (
     MOST,
@@ -266,16 +266,16 @@ def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """
     name = cache_dtype(dtype)
     if name not in CODES:
-        raise ArgumentTypeError(f"dtype: expected int8 or float8_e4m3fn; got {name}, of which a cache keeps every bit.")
+        raise ArgumentTypeError(f"dtype: expected {join_words(CODES)}; got {name}, of which a cache keeps every bit.")
     given = describe(x, "x")
     check_tokens(given.dtype, "x", name)
-    rows, last = given.numpy().astype(np.float32), np.float32(CODES[name])
+    row = CODES[name]
+    rows, last = given.numpy().astype(np.float32), np.float32(row.largest)
     with np.errstate(all="ignore"):
         most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
         scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
         ratios = np.where(scales > 0, np.clip(rows / scales, -last, last), np.float32(0))
-    # e4m3 has four digits of what is at least 2^-6, and as many after the point as that of what is below
-    digits = 0 if name == "int8" else 4 - np.maximum(np.frexp(ratios)[1], -5)
+    digits = row.digits - np.maximum(np.frexp(ratios)[1], row.least)  # after the point
     return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
 
 

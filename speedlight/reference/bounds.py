@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.dtypes import CODES
 from ..expressions.tree import rounding_error
 from ..problem.problem import SPAN, TILE, Problem
 
@@ -288,8 +289,9 @@ def on_tensor_cores(a: Arithmetic, size: Any, terms: int, products: Any) -> Any:
 def products_overflow(head: Any, a: Arithmetic) -> np.ndarray:
     """[q_len, k_len]: which visible scores may be infinite, or NaN, though q and k are finite."""
     k = finite(head.k)
-    if a.int8:  # the chain is over codes, of 448 at most
-        k *= np.maximum(1.0, 448 / np.maximum(k.max(axis=1, keepdims=True), a.normal))
+    if a.int8:  # the chain is over codes
+        largest = max(row.largest for row in CODES.values())
+        k *= np.maximum(1.0, largest / np.maximum(k.max(axis=1, keepdims=True), a.normal))
     size = finite(head.q) @ k.T
     return head.visible[:, : len(head.k)] & (size * max(1.0, abs(a.problem.scale)) > a.room)
 

@@ -9,13 +9,15 @@ import typer
 
 import speedlight as sl
 
-from ..arrays.dtypes import CODES, DTYPES, numpy_dtype
-from ..errors import ArgumentError
+from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, numpy_dtype
+from ..errors import ArgumentError, join_words
 from .options import FileOptions, Json, one_of, takes_listed
 from .reports import print_report, progress
 
-FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
-_SHORT = {"bf16": "bfloat16", "f16": "float16", "float8": "float8_e4m3fn", "fp8": "float8_e4m3fn"}
+FORMATS = ("bfloat16", "float16", *CODES)
+_TYPED = (*SHORTEST.values(), "bfloat16", "float16")
+_SHORT = {"bf16": "bfloat16", "f16": "float16"} | SPELLINGS
+_SHORT |= {theirs: name for name, row in CODES.items() for theirs in row.elsewhere}
 
 
 @takes_listed
@@ -24,8 +26,8 @@ def accuracy(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="A cache's format: int8, float8, bfloat16 or float16. May be given several times. Default all.",
-            autocompletion=one_of("int8", "float8", "bfloat16", "float16"),
+            help=f"A cache's format: {join_words(_TYPED)}. May be given several times. Default all.",
+            autocompletion=one_of(*_TYPED),
         ),
     ] = None,
     as_json: Json = False,
@@ -37,7 +39,7 @@ def accuracy(
     names = [_SHORT.get(x, x) for x in cache or FORMATS]
     for name in names:
         if name not in FORMATS:
-            raise ArgumentError(f"--cache: expected some of int8, float8, bfloat16 and float16; got {name!r}.")
+            raise ArgumentError(f"--cache: expected some of {join_words(_TYPED, 'and')}; got {name!r}.")
     found, options = given.read()
     if "cu_seqlens_q" in options:
         raise ArgumentError("--layout: expected one sequence, or a batch; got several, packed by cu_seqlens_q.")

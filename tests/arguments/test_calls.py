@@ -18,7 +18,7 @@ from speedlight import front
 from speedlight.calls import dense
 from speedlight.host.memo import Memo
 from speedlight.problem.options import DEFAULTS
-from speedlight.problem.problem import Options
+from speedlight.problem.problem import Options, brief_options
 
 
 def own(function) -> dict[str, object]:
@@ -45,6 +45,7 @@ def test_every_option_reaches_the_problem_under_its_own_name(monkeypatch):
         monkeypatch.setattr(front, "_compute", lambda q, k, v, options, *more: found.append(options))  # noqa: B023
         sl.attention(1, 2, 3, **{name: found})
         assert found[0].given() == {name: found}
+    assert brief_options(1, 2, 3, True) == Options(mask=1, score=2, scale=3, causal=True)
     sl.attention(1, 2, 3, lengths=found)
     assert found[1].given() == {"q_lengths": found, "k_lengths": found}
 

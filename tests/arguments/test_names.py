@@ -19,7 +19,7 @@ from conftest import ROOT
 import speedlight as sl
 import speedlight.errors
 import speedlight.torch
-from speedlight.arrays.dtypes import CODES, DTYPES
+from speedlight.arrays.dtypes import CODES, DTYPES, SPELLINGS
 from speedlight.problem import options as signatures
 from speedlight.problem.problem import LAYOUTS
 
@@ -93,7 +93,9 @@ def test_overloads_offer_what_the_signature_does(function):
 
 def test_words_are_those_that_are_taken():
     assert set(LAYOUTS) <= set(typing.get_args(signatures.Layout))
-    assert typing.get_args(signatures.DtypeName) == (*DTYPES, *CODES)
+    name, spelling, *_ = typing.get_args(signatures.Dtype)
+    assert typing.get_args(signatures.DtypeName) == typing.get_args(name) == (*DTYPES, *CODES)
+    assert typing.get_args(spelling) == tuple(SPELLINGS)
     sizes = {"q_heads": 1, "q_len": 1, "head_dim": 8}
     for name in ("layout", "causal", "precision"):
         kind = getattr(signatures, name.capitalize())

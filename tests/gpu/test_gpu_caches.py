@@ -73,6 +73,14 @@ def test_float8_is_what_it_is_on_the_cpu(rng, tmp_path):
         assert np.isnan(plain(cache.attend(0, *(of(x) for x in (q, k, v))))).all()
 
 
+def test_codes_of_no_format_that_kernels_know_are_refused(rng):
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=4, dtype="int8", device="cuda")
+    rows = cache._storage.rows[0]
+    rows.k, rows.v = rows.k.short(), rows.v.short()
+    with pytest.raises(Exception, match="no rounding here"):
+        cache.append(0, *(tensor(x) for x in tokens(rng, "float32", (1, 1, 1, 16), (1, 1, 1, 16))))
+
+
 def test_uneven_lengths_and_beams(rng):
     sizes = {"layers": 1, "batch": 3, "kv_heads": 1, "head_dim": 16, "capacity": 60}
     here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")

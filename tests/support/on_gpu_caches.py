@@ -7,12 +7,13 @@ from problems import numpy_dtype, taken
 from tolerance import plain
 
 import speedlight as sl
+from speedlight.arrays.dtypes import ON_GPU
 
-KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
+KINDS = ("float32", "float16", "bfloat16", *ON_GPU)
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
 DROPOUT = {"dropout": 0.4, "seed": 2**63 + 1}
 OWN = ("storage.py", "kv/")  # files whose functions are interrupted
-CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2, "int8": 3e-6, "float8_e4m3fn": 3e-6}
+CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2} | dict.fromkeys(ON_GPU, 3e-6)
 
 
 def close(got, want, dtype):

@@ -13,9 +13,11 @@ from forms import VARIANTS, Form, variant
 
 import speedlight as sl
 from speedlight import reference
+from speedlight.arrays import dtypes
+from speedlight.arrays.dtypes import numpy_dtype
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-CODES = ("int8", "float8_e4m3fn")  # of caches, with a scale for each token and head
+CODES = tuple(dtypes.CODES)  # of caches, with a scale for each token and head
 # head_dim, value_dim: one, odd, below, at and above the register tile and the vector, the sizes models use
 DIMS = ((1, 1), (2, 3), (7, 9), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (256, 256), (576, 512))
 # q_len, k_len: nothing, one, around the panel, the tile and the span
@@ -25,10 +27,6 @@ LENGTHS = ((0, 5), (5, 0), (1, 1), (3, 127), (47, 128), (48, 129), (49, 255), (1
 def taken(dtype: str) -> str:
     """The dtype of what a cache of this one is given: codes it rounds itself."""
     return "float32" if dtype in CODES else dtype
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name) if name in ("bfloat16", "float8_e4m3fn") else name)
 
 
 def as_numpy(x: Any) -> np.ndarray:

@@ -102,7 +102,7 @@ ERRORS = [
     ("bench --backward --peer jax", "--peer: expected some of torch, or none beside --backward"),
     ("accuracy", "files: expected a file; got none."),
     ("accuracy missing.npz", "missing.npz: No such file"),
-    ("accuracy EXAMPLE --cache int4", "--cache: expected some of int8, float8, bfloat16 and float16; got 'int4'."),
+    ("accuracy EXAMPLE --cache int4", "--cache: expected some of int8, fp8, bfloat16 and float16; got 'int4'."),
     ("accuracy EXAMPLE --k x", "--k: expected one of k, q, v; got 'x'"),
     ("accuracy EXAMPLE --layout hld", "q: expected "),
     ("check EXAMPLE", "`speedlight check --help` says what there is."),

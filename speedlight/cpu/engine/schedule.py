@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...arrays.dtypes import STORAGE_BYTES
+from ...arrays.dtypes import CODES, STORAGE_BYTES
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
@@ -245,8 +245,8 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
 
 def token_bytes(problem: Problem) -> int:
     """Returns the bytes of a token's keys and values."""
-    size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
-    return problem.kv_heads * (problem.head_dim + problem.value_dim) * size
+    bits = CODES[problem.quantised].bits if problem.quantised else 8 * STORAGE_BYTES[problem.key_storage]
+    return problem.kv_heads * (problem.head_dim + problem.value_dim) * bits // 8
 
 
 def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding, heads_adjoin: bool) -> int:

@@ -1,5 +1,5 @@
 """The formats of a cache's tokens, one class each: how wide an element is, how it is widened to multiply and narrowed
-to be kept, and how far from its number it may be.
+to be kept.
 
 A coded format keeps a scale for each token and head beside the codes: code · scale ≈ x.
 """
@@ -24,7 +24,6 @@ class Plain:
     name: str
     is_coded = False
     unit = 1.0  # what a scale is multiplied by, for what widen() gives
-    error = 0.0  # of an element, over the largest magnitude of its token, at most
 
     @property
     def bits(self) -> int:
@@ -47,10 +46,9 @@ class Plain:
 class Int8:
     """Whole numbers from -127 to 127."""
 
-    name, bits, is_coded, in_pairs = "int8", 8, True, False
-    last = float(CODES[name])  # the largest code, of the largest magnitude
+    name, is_coded, in_pairs = "int8", True, False
+    bits, last = CODES[name].bits, float(CODES[name].largest)
     unit = 1.0
-    error = 0.5 / last
 
     def offset(self, index: Value) -> Value:
         return index
@@ -77,10 +75,9 @@ class Int8:
 class Float8:
     """float8_e4m3fn: a sign, four bits of exponent and three of mantissa; no infinity."""
 
-    name, bits, is_coded, in_pairs = "float8_e4m3fn", 8, True, False
-    last = float(CODES[name])
+    name, is_coded, in_pairs = "float8_e4m3fn", True, False
+    bits, last = CODES[name].bits, float(CODES[name].largest)
     unit = 256.0
-    error = 16 / last  # half a step of the binade of the last code
 
     def offset(self, index: Value) -> Value:
         return index

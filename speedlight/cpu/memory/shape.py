@@ -125,6 +125,8 @@ class Shape:
     @property
     def key_bytes(self) -> int:
         """Bytes of one element of keys or values."""
+        if self.format.bits % 8:
+            raise ValueError(f"{self.format.name}: expected elements of whole bytes; got {self.format.bits} bits.")
         return self.format.bits // 8
 
     @property

@@ -10,7 +10,10 @@ from problems import CODES, numpy_dtype, qkv, quantise
 from tolerance import assert_within
 
 import speedlight as sl
-from speedlight.cpu.memory.formats import FORMATS
+from speedlight.arrays import dtypes
+from speedlight.cpu.memory import formats
+from speedlight.cpu.memory.shape import Shape
+from speedlight.host.machine import isa_named
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
@@ -41,12 +44,26 @@ def test_codes_against_the_oracle(isa, one_width, rng, codes, dtype, d, dv, opti
     assert_within(whole[1][:, :, -last.shape[2] :], want_lse, bounds.lse)
 
 
+def test_the_table_is_of_every_format():
+    """Each row has its class, and no names, or tensors on a GPU, are those of two."""
+    assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *CODES}
+    names = [x for row in dtypes.CODES.values() for x in (*row.spellings, *row.elsewhere)]
+    for each in (names, dtypes.ON_GPU.values()):
+        assert len(set(each)) == len(each)
+
+
+def test_elements_of_parts_of_bytes_are_refused(monkeypatch):
+    monkeypatch.setattr(formats.FORMATS["int8"], "bits", 6, raising=False)
+    with pytest.raises(ValueError, match="int8: expected elements of whole bytes; got 6 bits"):
+        print(Shape("decode", isa_named("avx2"), "f32", cached=True, quantised="int8").stored_bytes)
+
+
 @pytest.mark.parametrize("codes", CODES)
 def test_codes_are_as_near_as_their_format_says(rng, codes):
     x = rng.standard_normal((1, 1, 500, 64)).astype(np.float32)
     stored, scales = quantise(x, codes)
     off = np.abs(stored.astype(np.float64) * scales - x).max(axis=-1) / np.abs(x).max(axis=-1)
-    assert FORMATS[codes].error / 2 < off.max() <= FORMATS[codes].error * (1 + 2.0**-20)
+    assert dtypes.CODES[codes].error / 2 < off.max() <= dtypes.CODES[codes].error * (1 + 2.0**-20)
 
 
 @pytest.mark.parametrize(("codes", "dropout"), [*((x, {}) for x in CODES), ("int8", {"dropout": 0.9, "seed": 1})])

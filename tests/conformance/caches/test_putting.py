@@ -12,6 +12,7 @@ from pools import forget_steps, kept_calls
 from problems import CODES, DTYPES, numpy_dtype, quantise
 
 import speedlight as sl
+from speedlight.arrays import dtypes
 from speedlight.cpu.engine import append_call as putting
 from speedlight.cpu.runtime.launch import Launch
 from speedlight.host.machine import current_isa
@@ -98,7 +99,7 @@ def check_codes(rng, codes, dtype, way):
         for x in (k, v):
             x *= 10.0 ** rng.integers(-44, 37, (*x.shape[:3], 1)) if dtype != "float16" else 1
             x[0, 0, ::7] = rng.choice(half_way(codes), x[0, 0, ::7].shape)
-            x[0, 0, ::7, 0] = np.float32({"int8": 127, "float8_e4m3fn": 448}[codes])
+            x[0, 0, ::7, 0] = np.float32(dtypes.CODES[codes].largest)
             x[0, 1, ::5, 0], x[1, 0, ::6, -1], x[1, 1, ::9, 0] = np.nan, np.inf, -np.inf
             x[1, 1, 1::9], x[1, 1, 2::9] = -0.0, 1e-44
         with np.errstate(over="ignore"):
