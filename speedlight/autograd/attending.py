@@ -27,6 +27,7 @@ from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OR_NONE = frozenset((type(None), *_PLAIN))
+_private: Any = torch._C  # pyright minds its names
 _FIXED = frozenset((type(None), bool, int, float, str))  # types of options that stay what they are
 
 
@@ -91,10 +92,10 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
             return None
         options = new_options(Options, (mask, score.detach(), *options[2:]))
         tables = (options.score,)
-    given = [x if type(x) is torch.Tensor else x.detach() for x in (q, k, v)]
+    a, b, c = (x if type(x) is torch.Tensor else x.detach() for x in (q, k, v))
     torch._C._set_grad_enabled(False)  # no_grad() takes longer, and three views do
     try:
-        _, results = repeat(*given, options, True, None)
+        _, results = repeat(a, b, c, options, True, None)
     finally:
         torch._C._set_grad_enabled(True)
     if results is None:
@@ -166,7 +167,7 @@ class _Attention(torch.autograd.Function):
             gradients = of_each(functools.partial(_flow_back, *given), flows)
         else:
             gradients = _flow_back(*given, *flows)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _private._autograd._get_current_graph_task_keep_graph():
             ctx.known = ctx.read = None
         return gradients
 

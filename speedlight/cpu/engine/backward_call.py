@@ -100,6 +100,8 @@ class Gradients:
             self.tables.run(x, [x.dq.address] * 3, seed, shares, tables=of_tables)
         tables = {at: self._narrowed(added(each)) for at, each in found.items()}
         for at, terms in self.terms.items():
+            if address_of(tables[at]) != address_of(found[at]):  # a sum of shares, or rounded
+                found[at][...] = 0
             tables[at] = terms.add(tables[at])
         for scratch in held:
             give_scratch(scratch, zeroed)
