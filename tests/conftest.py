@@ -109,9 +109,10 @@ def one_width() -> Iterator[None]:
 def one_kernel(one_width: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short run decodes nothing, either, where what is tested is above the engine: half of the kernels again."""
     if not FULL:
-        from speedlight.cpu.engine import schedule
+        from speedlight.cpu.engine import backward_schedule, schedule
 
         monkeypatch.setattr(schedule, "DECODE_ROWS", 0)
+        monkeypatch.setattr(backward_schedule, "_WORTH", {3: 1.0})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

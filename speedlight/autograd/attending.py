@@ -19,7 +19,7 @@ from ..expressions.tables import Table
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
 from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled
-from ..problem.problem import Options
+from ..problem.problem import Options, new_options
 from . import higher_order as further
 from . import operators as ops
 from .forms import tensors_of, text_of
@@ -27,6 +27,7 @@ from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OR_NONE = frozenset((type(None), *_PLAIN))
+_private: Any = torch._C  # pyright minds its names
 _FIXED = frozenset((type(None), bool, int, float, str))  # types of options that stay what they are
 
 
@@ -89,9 +90,14 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
     if bias:
         if score._base is not None and score.grad_fn is None:  # whose gradient may be lost
             return None
-        options = options._replace(score=score.detach())
+        options = new_options(Options, (mask, score.detach(), *options[2:]))
         tables = (options.score,)
-    _, results = repeat(q.detach(), k.detach(), v.detach(), options, True, None)
+    a, b, c = (x if type(x) is torch.Tensor else x.detach() for x in (q, k, v))
+    torch._C._set_grad_enabled(False)  # no_grad() takes longer, and three views do
+    try:
+        _, results = repeat(a, b, c, options, True, None)
+    finally:
+        torch._C._set_grad_enabled(True)
     if results is None:
         return None
     known, read = Followed(options, None, tables), [(x, x._version) for x in arrays]
@@ -152,23 +158,33 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *flows: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        known, needed, saved = ctx.known, ctx.needs_input_grad[2:], ctx.saved_tensors
+        saved = ctx.saved_tensors  # or an error, where a pass before has freed them
         check_unwritten(ctx.read)
+        given = ctx.known, ctx.needs_input_grad[2:], saved
         if flows[0] is None and flows[1] is None:
-            return (None,) * (len(needed) + 2)
-        if is_batched(flows):
-            return of_each(functools.partial(_Attention.backward, ctx), flows)
-        if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
-            return (None, None, *_differentiable(known, needed, saved, flows))
-        q, k, v, out, lse = [x if type(x) is torch.Tensor else x.detach() for x in saved[:5]]
-        d_out = out.new_zeros(()).expand(out.shape) if flows[0] is None else flows[0]
-        wanted = [n for n, x in enumerate(needed[5:]) if x] + [SINKS] * needed[4]
-        d_out, d_lse = resolved(d_out), resolved(flows[1])
-        dq, dk, dv, *more = _gradients_of(known, (q, k, v, out, lse, d_out, d_lse), wanted)
-        found = dict(zip(wanted, more[0] if more else (), strict=True))
-        sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
-        tables = [found[n].reshape(x.shape).to(x.dtype) if n in found else None for n, x in enumerate(saved[6:])]
-        return (None, None, None, dq, dk, dv, sinks, *tables)
+            gradients = (None,) * (len(given[1]) + 2)
+        elif is_batched(flows):
+            gradients = of_each(functools.partial(_flow_back, *given), flows)
+        else:
+            gradients = _flow_back(*given, *flows)
+        if not _private._autograd._get_current_graph_task_keep_graph():
+            ctx.known = ctx.read = None
+        return gradients
+
+
+def _flow_back(known: Followed, needed: Any, saved: Any, *flows: Any) -> tuple[Any, ...]:
+    """Returns what backward() does, of what flows into out and lse."""
+    if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
+        return (None, None, *_differentiable(known, needed, saved, flows))
+    q, k, v, out, lse = [x if type(x) is torch.Tensor else x.detach() for x in saved[:5]]
+    d_out = out.new_zeros(()).expand(out.shape) if flows[0] is None else flows[0]
+    wanted = [n for n, x in enumerate(needed[5:]) if x] + [SINKS] * needed[4]
+    d_out, d_lse = resolved(d_out), resolved(flows[1])
+    dq, dk, dv, *more = _gradients_of(known, (q, k, v, out, lse, d_out, d_lse), wanted)
+    found = dict(zip(wanted, more[0] if more else (), strict=True))
+    sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
+    tables = [found[n].reshape(x.shape).to(x.dtype) if n in found else None for n, x in enumerate(saved[6:])]
+    return (None, None, None, dq, dk, dv, sinks, *tables)
 
 
 def _gradients_of(known: Followed, tensors: tuple[Any, ...], wanted: list[Any]) -> Any:

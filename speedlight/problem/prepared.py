@@ -104,6 +104,8 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
                 return None
             if torch._C._get_tracing_state() is not None:  # sizes are tensors
                 return None
+            if q.dim() == 4 and q.size(2 if heads_first else 1) > _FEW:  # most calls
+                return None
             if not (q.is_cpu and k.is_cpu and v.is_cpu and q.layout is k.layout is v.layout is torch.strided):
                 return None
             if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():

@@ -188,7 +188,7 @@ def _attend_again(
     options = brief_options(mask, score, scale, "top-left" if is_causal else False)
     tag = _TAGS[enable_gqa]
     lies_otherwise = attn_mask is not None and attn_mask.requires_grad  # as PyTorch's own has results then
-    out = None if lies_otherwise else replay(tag, query, key, value, options)
+    out = None if lies_otherwise or torch.is_grad_enabled() else replay(tag, query, key, value, options)
     if out is None and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
         out = attend_again(tag, query, key, value, options)
     if out is not None:

@@ -11,6 +11,20 @@ MUTATIONS = (
         "tests/conformance/backward/test_backward.py -k every_option",
     ),
     Mutation(
+        "terms of a bias's gradient stay for the next call",
+        "cpu/kernels/term_sums.py",
+        "                store_f64(k, s.storage, nothing, k.pointer(at.get()), n * apart)\n",
+        "",
+        "tests/adapters/torch/test_torch_sdpa.py -k known_form",
+    ),
+    Mutation(
+        "a backward pass that will not come again keeps masks",
+        "autograd/attending.py",
+        "ctx.known = ctx.read = None",
+        "pass",
+        "tests/adapters/torch/test_torch_sdpa.py -k keeps_masks",
+    ),
+    Mutation(
         "dk is not scaled",
         "cpu/kernels/backward.py",
         'return self.task.factor() if self.name == "k" else self.k.const(1.0, self.s.number)',

@@ -331,6 +331,17 @@ def test_tasks_that_stage_tiles_are_fewer_where_they_are_alike(heads, tokens, dt
     assert (how.vectors, how.tickets) == (2, tasks)
 
 
+@pytest.mark.parametrize(
+    ("q_len", "q_start", "unit", "vectors"),
+    [(49, 0, "avx512", 2), (64, 0, "avx512", 2), (256, 0, "amx", 2), (48, 0, "avx512", 3), (48, 40, "avx512", 2),
+     (197, 0, "avx512", 3), (4096, 0, "avx512", 3), (64, 0, "avx2", 3)],
+)  # fmt: skip
+def test_panels_of_gradients_leave_few_lanes_idle(q_len, q_start, unit, vectors):
+    problem = sl.plan(q_heads=2, q_len=q_len, head_dim=64, q_start=q_start).problem
+    _, shape = gradients.kernel_of_problem(problem, Strides(), 1, isa_named(unit))
+    assert shape.vectors == vectors
+
+
 def test_schedule_fits_the_cache():
     problem = sl.plan(q_heads=8, q_len=4096, head_dim=64).problem
     how = schedule(problem, current_isa(), 2, Strides(), tuning_of(current_isa()))

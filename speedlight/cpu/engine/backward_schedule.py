@@ -24,7 +24,7 @@ from ..memory.records import (
 )
 from .schedule import product_name, up
 
-_VECTORS = 3  # of queries, in a panel
+_WORTH = {3: 1.0, 2: 0.92}  # share of the peak that panels of so many vectors reach (docs/ladder.md)
 _SLACK = 24  # rows that register tiles write past a tile
 
 
@@ -73,8 +73,9 @@ def schedule_backward(
     threads: int,
     tuning: Tuning,
 ) -> BackwardSchedule:
-    """Schedules panels of three vectors of queries; QUERY_BLOCK is a number of panels on every vector unit."""
-    sizes, staged = _sizes(problem, isa, strides, program, tuning.register_tiles(isa).keys[_VECTORS - 1])
+    """Schedules panels of two or three vectors of queries; QUERY_BLOCK is a number of panels on every vector unit."""
+    vectors = _vectors(problem, isa)
+    sizes, staged = _sizes(problem, isa, strides, program, vectors, tuning.register_tiles(isa).keys[vectors - 1])
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
     pairs, pair_bytes = placed(PAIRS, sizes)
     offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
@@ -87,15 +88,25 @@ def schedule_backward(
     words |= {f"at_{name}": at for name, at in (scratch | pairs | offsets).items()}
     used = up(fixed + panels * panel_bytes, 4096)
     threads = max(1, min(threads, tickets.number))
-    return BackwardSchedule(isa, tuning, problem.storage, _VECTORS, threads, tickets, words, used)
+    return BackwardSchedule(isa, tuning, problem.storage, vectors, threads, tickets, words, used)
+
+
+def _vectors(problem: Problem, isa: Isa) -> int:
+    """Returns the vectors of a panel: two where that leaves fewer lanes idle, and registers hold enough sums of two."""
+
+    def cost(vectors: int) -> float:
+        panel, items = isa.lanes(problem.storage) * vectors, zip(problem.q_starts, problem.q_lengths, strict=True)
+        return sum([-(-(first + n) // panel) - first // panel for first, n in items]) * vectors / _WORTH[vectors]
+
+    return min(_WORTH, key=cost) if isa.registers >= 32 else 3
 
 
 def _sizes(
-    problem: Problem, isa: Isa, strides: Strides, program: Program | None, rows: int
+    problem: Problem, isa: Isa, strides: Strides, program: Program | None, vectors: int, rows: int
 ) -> tuple[BackwardSizes, dict[str, bool]]:
     """Returns what scratch depends on, and which rows are copied; `rows`: columns of a register tile."""
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
-    panel, elements = lanes * _VECTORS, PRODUCTS[product_name(problem, isa, gradients=True)].elements
+    panel, elements = lanes * vectors, PRODUCTS[product_name(problem, isa, gradients=True)].elements
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
     staged = _staged(problem, strides, elements)
     columns, value_columns = up(problem.head_dim, lanes), up(problem.value_dim, lanes)

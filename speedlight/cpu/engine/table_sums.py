@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from ...problem.biases import shares_of
 from ...problem.problem import Problem
 from ..kernels.score_backward import at_positions, by_rows
 from ..memory.records import SHARE_OF
-from ..runtime.launch import take_scratch
+from ..runtime.launch import take_scratch, zeroed
 from .backward_schedule import blocks_of_positions, side_by_side
 
 POSITIONS = 4  # blocks of queries, from which on a share is what is at the same positions
@@ -50,7 +49,7 @@ class TableSums(NamedTuple):
     ) -> tuple[dict[int, np.ndarray], np.ndarray, list[Any]]:
         """Makes sums of so many shares, by the tables' ids, and the words by which kernels find them.
 
-        short: ids of tables whose sums are needed during the call alone; they lie in scratch, which comes third.
+        short: ids of tables whose sums TermSums adds up, and zeroes; they lie in scratch, which comes third.
         """
         count = 1 if self.one else shares
         narrow = self.single if self.one and problem.storage != "f64" else frozenset()
@@ -58,9 +57,7 @@ class TableSums(NamedTuple):
         for t in self.tables:
             shape, kind = (count, *t.shape), _sum_type(t, id(t) in narrow)
             if id(t) in short:
-                size = math.prod(shape) * np.dtype(kind).itemsize
-                held.append(take_scratch(size))
-                ctypes.memset(held[-1], 0, size)
+                held.append(take_scratch(math.prod(shape) * np.dtype(kind).itemsize, zeroed))
                 sums[id(t)] = np.frombuffer(held[-1], kind, math.prod(shape)).reshape(shape)
             else:
                 sums[id(t)] = np.zeros(shape, kind)

@@ -75,7 +75,7 @@ class TermSums:
         return self.groups[-1]
 
     def add(self, terms: np.ndarray) -> np.ndarray:
-        """Returns the sums of terms that lie without gaps."""
+        """Returns the sums of terms that lie without gaps, and zeroes those."""
         if not self.launch.tickets:
             return np.zeros(self.shape, self.kind)
         result, words = np.empty(self.shape, self.kind), self.launch.words()

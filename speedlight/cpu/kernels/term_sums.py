@@ -1,7 +1,8 @@
 """The kernel that adds the gradients of entries that items or heads share: of each, one term from every item or head.
 
 A ticket is a run of entries side by side. Their terms are taken in ascending order, in groups, the shares of
-docs/numerics.md: a group is added in float64, from +0, and so are the groups; the sum is rounded once.
+docs/numerics.md: a group is added in float64, from +0, and so are the groups; the sum is rounded once. Terms are zeroed
+once they are read, for the next call.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def _add(k: Function, s: TermShape, a: Words, run: Words, first: Value, vectors:
         with k.range(0, k.load(I64, groups, group * 8)):
             for n, x in enumerate(sums):
                 x.set(x.get() + load_f64(k, s.storage, k.pointer(at.get()), n * apart, lanes))
+                store_f64(k, s.storage, nothing, k.pointer(at.get()), n * apart)
             at.set(at.get() + step)
         for total, x in zip(totals, sums, strict=True):
             total.set(total.get() + x.get())

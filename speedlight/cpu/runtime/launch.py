@@ -239,12 +239,13 @@ def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
 # --- scratch
 
 _scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
+zeroed: deque[Any] = deque(maxlen=2)  # likewise, of those who leave zeros
 
 
-def take_scratch(size: int) -> Any:
-    """Returns memory of at least so many bytes, whatever is in it."""
+def take_scratch(size: int, kept: deque[Any] = _scratches) -> Any:
+    """Returns memory of at least so many bytes, whatever is in it; or zeros, of those that are kept so."""
     try:
-        scratch = _scratches.pop()
+        scratch = kept.pop()
     except IndexError:
         return take_pages(size)
     return scratch if len(scratch) >= size else take_pages(size)
@@ -258,7 +259,7 @@ def take_pages(size: int) -> Any:
         raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from error
 
 
-def give_scratch(scratch: Any) -> None:
+def give_scratch(scratch: Any, kept: deque[Any] = _scratches) -> None:
     """Keeps scratch that nobody works in any more for the next call. One that is not given back is freed."""
     if len(scratch) <= 256 << 20:
-        _scratches.append(scratch)
+        kept.append(scratch)

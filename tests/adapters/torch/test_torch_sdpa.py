@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import math
 import os
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -331,3 +333,25 @@ def test_memory(form):
     run(200)  # compiled, and threads started
     square = 4 * n * n
     assert peak(lambda: run(n)) < (5 * square if mask is not None else 0.5 * square)
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_backward_pass_keeps_masks_and_biases_only_if_it_may_come_again(retained):
+    """Of a new form, and of a known one; the result lives on."""
+    for _ in range(2):
+        q = drawn(2, 3, 20, 16, dtype=torch.float32, grad=True)
+        mask, bias = torch.ones(20, 20, dtype=torch.bool).tril(), drawn(3, 20, 20, dtype=torch.float32)
+        outs = [attend(q, q, q, x) for x in (mask, bias)]
+        alive = [weakref.ref(mask), weakref.ref(bias)]
+        del mask, bias
+        gc.collect()
+        assert None not in [x() for x in alive]
+        for out in outs:
+            out.sum().backward(retain_graph=retained)
+            first, q.grad = q.grad, None
+            if retained:
+                out.sum().backward(retain_graph=True)
+                assert torch.equal(q.grad, first)
+            q.grad = None
+        gc.collect()
+        assert [x() is not None for x in alive] == [retained] * 2

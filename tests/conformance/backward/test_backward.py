@@ -20,7 +20,10 @@ from tolerance import assert_gradients, assert_within
 
 import speedlight as sl
 from speedlight import reference
+from speedlight.calls import backward
+from speedlight.cpu.engine import backward_schedule
 from speedlight.host.machine import current_isa, host_isas
+from speedlight.host.memo import Memo
 
 NAN, INF = np.nan, np.inf
 NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
@@ -299,6 +302,17 @@ def test_same_bits_for_any_threads(rng, dtype):
         sl.set_threads(threads)
         with tuned(ranges={"keys": (keys, keys), "tasks": tasks}):
             same(sl.attention_backward(*arrays, *flow, **options), want, f"{threads} threads, ranges of {keys}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_panels_of_any_width_have_the_same_bits(rng, dtype, monkeypatch):
+    arrays, flow, options = several(rng, dtype)
+    found = []
+    for vectors in (2, 3):
+        monkeypatch.setattr(backward_schedule, "_WORTH", {vectors: 1.0})
+        monkeypatch.setattr(backward, "_prepared", Memo(8, 1 << 20))
+        found.append(sl.attention_backward(*arrays, *flow, **options))
+    same(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
