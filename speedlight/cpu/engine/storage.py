@@ -156,9 +156,13 @@ class CacheStorage:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
         self._expect(max(lengths) + most)
-        # a ring comes round, and no two threads may write to one block: tokens of a pair are stored together
-        step = self.ring.size - BLOCK if self.ring.size else most
-        for done in range(0, most, max(step, 1)):
+        # a ring comes round: what later tokens write over is not stored, and no two threads may write to one block,
+        # where tokens of a pair are stored together
+        size, first, step = self.ring.size, 0, most
+        if size:
+            first = max(min(counts) - size, 0) // BLOCK * BLOCK if not self.ring.fixed else 0
+            step = size if not any([(n + first) % BLOCK for n in lengths]) else size - BLOCK
+        for done in range(first, most, max(step, 1)):
             part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
             k_at, v_at = (address_of(x) + done * x.strides[2] for x in (k, v))
             slots = lengths if not done else [n + done for n in lengths]
