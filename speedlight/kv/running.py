@@ -9,7 +9,6 @@ import numpy as np
 from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import CODES
-from ..calls import dense
 from ..host.machine import current_isa
 from ..problem.problem import Options
 from ..problem.results import Results
@@ -26,10 +25,6 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
     Everything is checked before anything is stored.
     """
     first = pieces[0]
-    if len(pieces) > 1 and _is_all_new(storage, query, pieces):
-        results = _attend_to_new(storage, query)
-        storage.put(layer, first.before, pieces[-1].after, k, v)  # of empty sequences: all are new
-        return results
     if storage.steps is not None and len(pieces) == 1 and first.counts is query.out is None:
         q, options = query.given[0], query.options
         step = storage.step(q, query.q, first.after, options)
@@ -43,6 +38,10 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
                 storage.addresses[layer], q, [query.q.address], *lengths, query.return_lse, options.seed_word()
             )
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
+    if len(pieces) > 1 and _are_all_new(storage, query, pieces):
+        storage.attend_new(query.q, k, v, query.options, results)
+        storage.put(layer, first.before, pieces[-1].after, k, v)  # of empty sequences
+        return results.returned()
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):
         if k is not None:
@@ -52,20 +51,14 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
     return results.returned()
 
 
-def _is_all_new(storage: Any, query: Query, pieces: list[Piece]) -> bool:
-    """Returns whether queries see the new tokens alone, as the caller has them, through the window of a ring."""
-    if storage.name != "cpu" or storage.shape.dtype in CODES or storage.ring.keep_first or any(pieces[0].before):
+def _are_all_new(storage: Any, query: Query, pieces: list[Piece]) -> bool:
+    """Returns whether all that queries see, through a ring's window, is in the caller's arrays."""
+    before = pieces[0].before
+    if storage.name != "cpu" or storage.shape.dtype in CODES or storage.ring.keep_first or any(before):
         return False
-    return query.options.window is None and all([piece.counts is None for piece in pieces])
-
-
-def _attend_to_new(storage: Any, query: Query) -> Any:
-    """Attends to a chunk at once, from the caller's arrays: pieces of it would each be prepared, and read copies."""
-    options = query.options._replace(causal=True, window=(storage.ring.window - 1, None))
-    key, results = dense.repeat(*query.given, options, query.return_lse, query.out)
-    if results is not None:
-        return results
-    return dense.attend_anew(*query.given, options.spelled(), query.return_lse, query.out, key)
+    if query.options.window is not None or query.q.shape[0] != len(before):
+        return False
+    return all([piece.counts is None for piece in pieces])
 
 
 def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: Any) -> Any:

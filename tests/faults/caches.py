@@ -147,9 +147,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an empty ring's first chunk sees past its window",
-        "kv/running.py",
-        "window=(storage.ring.window - 1, None)",
-        "window=(storage.ring.window, None)",
+        "cpu/engine/storage.py",
+        "window=((self.ring.window or 1) - 1, None)",
+        "window=(self.ring.window, None)",
         "tests/conformance/caches/test_caches_windows.py -k chunk_that_fills",
     ),
     Mutation(
