@@ -82,8 +82,8 @@ class Ring:
         """Returns the slots of promised tokens that new ones are written over, where sequences grow to these totals."""
         slots: set[int] = set()
         for old, total in zip(written, totals, strict=True) if self.size else ():
-            first = max(old + SPARE, self.tokens, total - self.size)
-            slots.update(self.slot(n) for n in range(first, total))
+            first = max(old + SPARE, self.tokens)
+            slots.update(self.slot(n) for n in range(first, min(total, old + self.size)))  # then its own come round
         return sorted(slots)
 
     def mask(self, causal: bool) -> Expression | None:

@@ -134,9 +134,23 @@ MUTATIONS = (
     Mutation(
         "a long chunk comes round to the block of a ring that it began in",
         "cpu/engine/storage.py",
-        "step = self.ring.size - BLOCK if",
-        "step = self.ring.size if",
+        "else size - BLOCK",
+        "else size",
         "tests/conformance/caches/test_caches_windows.py -k no_two_threads",
+    ),
+    Mutation(
+        "of a long chunk the end alone is stored, of sequences that have no such end, too",
+        "cpu/engine/storage.py",
+        "max(min(counts) - size, 0)",
+        "max(max(counts) - size, 0)",
+        "tests/conformance/caches/test_caches_windows.py -k chunk_that_fills",
+    ),
+    Mutation(
+        "an empty ring's first chunk sees past its window",
+        "cpu/engine/storage.py",
+        "window=((self.ring.window or 1) - 1, None)",
+        "window=(self.ring.window, None)",
+        "tests/conformance/caches/test_caches_windows.py -k chunk_that_fills",
     ),
     Mutation(
         "keys of an odd dim are not made pairs where a file is read",

@@ -17,8 +17,8 @@ from ...arrays.dtypes import numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
-from ...problem.build import from_stored
-from ...problem.operands import Rows
+from ...problem.build import from_arrays, from_stored
+from ...problem.operands import Dense, Rows
 from ...problem.prepared import Prepared
 from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
 from ...problem.results import Results
@@ -156,9 +156,13 @@ class CacheStorage:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
         self._expect(max(lengths) + most)
-        # a ring comes round, and no two threads may write to one block: tokens of a pair are stored together
-        step = self.ring.size - BLOCK if self.ring.size else most
-        for done in range(0, most, max(step, 1)):
+        # a ring comes round: what later tokens write over is not stored, and no two threads may write to one block,
+        # where tokens of a pair are stored together
+        size, first, step = self.ring.size, 0, most
+        if size:
+            first = max(min(counts) - size, 0) // BLOCK * BLOCK if not self.ring.fixed else 0
+            step = size if not any([(n + first) % BLOCK for n in lengths]) else size - BLOCK
+        for done in range(first, most, max(step, 1)):
             part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
             k_at, v_at = (address_of(x) + done * x.strides[2] for x in (k, v))
             slots = lengths if not done else [n + done for n in lengths]
@@ -223,6 +227,19 @@ class CacheStorage:
         call.run(q_address, *self.addresses[layer], out_address, lse_address)
         if lse is not None and part is not None:
             lse.numpy()[rows] = part
+
+    def attend_new(self, q: Array, k: np.ndarray, v: np.ndarray, options: Options, results: Results) -> None:
+        """Attends to a first chunk at once, where it lies: pieces of it would each be prepared."""
+        of_k, of_v = (replace(describe(x, name), kind=q.kind) for x, name in ((k, "k"), (v, "v")))
+        rows, keys = Rows("bhld", q, results.out.strides), Dense("bhld", of_k, of_v)
+        seen = options._replace(window=((self.ring.window or 1) - 1, None))
+
+        def make() -> Call:
+            return prepare(from_arrays(q, of_k, of_v, seen)[0], rows, keys, get_threads(), self.isa)
+
+        known, arrays = seen.key(), [(x.shape, x.strides, x.dtype) for x in (q, of_k, of_v, results.out)]
+        call = make() if known is None else self.steps.made(("new", known, *arrays), make)
+        call.run(q.address, of_k.address, of_v.address, results.out.address, results.lse_address, seen.seed_word())
 
     def checked_step(
         self, lengths: list[int], tensors: tuple[Any, ...], options: Options

@@ -118,6 +118,48 @@ def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
             cache.attend(0, q[:, :, 900 - n :])
 
 
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_chunk_that_fills_a_ring_is_as_its_pieces(one_width, rng, dtype, monkeypatch):
+    """The first one is attended to at once, where it lies, and stored as far as the ring still has it."""
+    q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1000, 1000, 16, 16)
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype, "window": 100}
+    alibi = sl.alibi([0.1, 0.2, 0.3, 0.4])
+    for first, counts, seed in ((0, [1000, 1000], 5), (0, [1000, 1000], 6), (0, [1000, 10], 7), (7, [900, 900], 8)):
+        options = {"score": alibi, "dropout": 0.3, "seed": seed}
+        pieces, whole, stored = (sl.KVCache(**sizes) for _ in range(3))
+        want = [pieces.attend(0, *(x[:, :, :first] for x in (q, k, v)), **options)] if first else []
+        for n in range(0, 1000, 50):
+            new = [min(max(count - n, 0), 50) for count in counts]
+            some = (x[:, :, first + n : first + n + 50] for x in (q, k, v))
+            want += [pieces.attend(0, *some, new_lengths=new, **options)] if any(new) else []
+        for cache in (whole, stored) if first else ():
+            cache.append(0, k[:, :, :first], v[:, :, :first])
+        given = [x[:, :, first : first + max(counts)] for x in (q, k, v)]
+        out = np.zeros_like(given[0])
+        with monkeypatch.context() as patch:
+            if not first and dtype != "int8" and counts[0] == counts[1]:
+                patch.setattr(CacheStorage, "prepare", fail)
+            whole.attend(0, *given, out=out, new_lengths=counts, **options)
+        stored.append(0, *given[1:], new_lengths=counts)
+        assert out.tobytes() == np.concatenate(want, 2)[:, :, first : first + max(counts)].tobytes()
+        lengths = tuple([first + count for count in counts])
+        held = [pieces._ring.held(n, n) for n in lengths]
+        parts = [x.tobytes() for part in pieces._storage.parts(0, held) for x in part]
+        for cache in (whole, stored):
+            assert cache.lengths(0) == pieces.lengths(0) == lengths
+            assert [x.tobytes() for part in cache._storage.parts(0, held) for x in part] == parts
+
+
+def test_a_first_chunk_of_another_batch_than_the_ring_is_refused(rng):
+    """Keys of one sequence, which attention() shares among all of q."""
+    q, k, v = qkv(rng, "float32", 3, 4, 2, 600, 600, 16, 16)
+    cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=16, window=100)
+    with pytest.raises(sl.ArgumentError, match="^q: "):
+        cache.attend(0, q, k[:1], v[:1])
+    assert cache.lengths(0) == (0,)
+
+
 def test_a_window_stays_small_however_long_the_sequence(rng):
     """One head, whose spans several tasks would share: what they leave for each other does not grow with what was
     forgotten.
