@@ -99,10 +99,15 @@ def nonfinite_sum(codes):
 
 
 @triton.jit
-def lowest_bit(bits):
-    """Index of the lowest bit that is set; 0 where none is."""
+def count_bits(bits):
+    return tl.sum((bits >> tl.arange(0, 32)) & 1, 0)
+
+
+@triton.jit
+def take_bit(bits):
+    """Index of the lowest bit that is set, or 0 where none is, and the others."""
     alone = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32)  # a power of two: its exponent is the index
-    return tl.maximum((alone.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+    return tl.maximum((alone.to(tl.int32, bitcast=True) >> 23) - 127, 0), bits & (bits - 1)
 
 
 @triton.jit

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +28,21 @@ import run
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small problems, for the interpreter")
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """The benchmark's problems, at sizes for the interpreter."""
+    sizes = {"LENGTHS": (40,), "DIMS": (16, 32), "MAIN": 40, "FLOAT32": ((16, 40),), "DECODE": ((2, 300), (1, 40))}
+    for name, size in (sizes | {"TOKENS": 128, "WIDTH": 64}).items():
+        monkeypatch.setattr(gpu, name, size)
+
+
 @INTERPRETED
-def test_rows(monkeypatch):
+def test_rows(monkeypatch, small):
     rows = [
-        gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        gpu.forward("bfloat16", 64, 128, True, 1, ()),
         gpu.masked("window 1024", 160, 1, (), heads=2, d=32),
         gpu.masked("alibi", 160, 1, (), heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
-        gpu.backward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        gpu.backward("bfloat16", 64, 128, True, 1, ()),
     ]  # fmt: skip
     for row in rows:
         assert (
@@ -40,7 +52,7 @@ def test_rows(monkeypatch):
     real = sl.attention
     monkeypatch.setattr(sl, "attention", lambda *a, **o: real(*a, **o) * 1.1)
     for call in (
-        lambda: gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        lambda: gpu.forward("bfloat16", 64, 128, True, 1, ()),
         lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32),
     ):
         row = call()
@@ -76,6 +88,41 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path):
     test.write_text("import time\ndef test_slow(): time.sleep(60)\n")
     found = report.run_tests("all", [str(test)], 4)
     assert found.summary.endswith("(stopped after 4 s)")
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small):
+    """As `make gpu` runs it, the benchmark in this process, beside peers that PyTorch stands in for."""
+    report, real, out = importlib.import_module("gpu_report"), subprocess.run, tmp_path / "out"
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def flash(*tensors, causal):
+        return attend(*(x.transpose(1, 2) for x in tensors), is_causal=causal).transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash))
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+    def here(command, **how):
+        return run.main([str(x) for x in command[2:]]) if "gpu" in command else real(command, **how)
+
+    monkeypatch.setattr(subprocess, "run", here)
+    test = tmp_path / "test_x.py"
+    test.write_text("def test_right(): pass\n")
+    monkeypatch.setattr(report, "SMOKE", [str(test)])
+    assert report.main([str(test), "--turns", "1", "-o", str(out)]) == 0
+    text = capsys.readouterr().out
+    rows = json.loads((out / "interpreter.json").read_text())["rows"]
+    peers = {"cudnn", "flash", "efficient", "flex", "flash_attn"}
+    for row in rows:
+        kind, *_ = row["name"].split()
+        takes = {"mask": {"flex"}, "decode": {"cudnn", "flash", "efficient"}}.get(kind, peers)
+        assert row["seconds"].keys() >= takes | {"speedlight"}, row
+        assert f"- {row['name']}: " in text.partition("Please paste this into an issue:")[2]
+    assert {x["name"].split()[0] for x in rows} == {"forward", "backward", "mask", "decode"} and len(rows) == 17
+    names = {"interpreter.json", "speed.png", "tests-all.txt", "tests-smoke.txt"}
+    assert {x.name for x in out.iterdir()} == names and "smoke tests: 1 passed" in text and str(out) in text
 
 
 @INTERPRETED
