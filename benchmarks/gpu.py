@@ -180,8 +180,8 @@ def rows(turns: int = 5, only: str = "") -> Iterator[dict[str, Any]]:
         if only in ("", kind):
             try:
                 yield measure(*case, turns)
-            except torch.cuda.OutOfMemoryError:
-                yield {"name": f"{kind} {case}", "refused": "too little memory"}
+            except Exception as error:  # too little memory, a kernel that does not compile: the other rows matter, too
+                yield {"name": f"{kind} {case}", "refused": f"{type(error).__name__}: {str(error)[:200]}"}
             if not interpreting():
                 torch.cuda.empty_cache()
 
@@ -193,10 +193,13 @@ def about() -> dict[str, Any]:
         return found
     query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    asked = subprocess.run(command, capture_output=True, text=True)
+    try:
+        clocks = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        clocks = "does not answer"
     return found | {
         "machine": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability(),
-        "nvidia-smi": asked.stdout.strip(), "cudnn": torch.backends.cudnn.version(),
+        "nvidia-smi": clocks, "cudnn": torch.backends.cudnn.version(),
     }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path):
     report = importlib.import_module("gpu_report")
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_right(): pass\ndef test_wrong(): assert 0, '3 elements outside the bound'\n")
-    found = report.run_tests("smoke", [str(test)], 100)
+    found = report.run_tests("smoke tests", [str(test)], 100)
     assert "1 failed, 1 passed" in found.summary and "test_wrong" in found.failed[0]
     assert [x.startswith("a result is wrong") for x in found.known] == [True]
     rows = [
@@ -86,7 +86,7 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path):
         assert words in text
     assert "backward: REFUSED" in text and "picture" in report.draw(rows, tmp_path / "x.png")
     test.write_text("import time\ndef test_slow(): time.sleep(60)\n")
-    found = report.run_tests("all", [str(test)], 4)
+    found = report.run_tests("all tests", [str(test)], 4)
     assert found.summary.endswith("(stopped after 4 s)")
 
 
@@ -105,13 +105,16 @@ def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
     def here(command, **how):
-        return run.main([str(x) for x in command[2:]]) if "gpu" in command else real(command, **how)
+        if "gpu" not in command:
+            return real(command, **how)
+        return types.SimpleNamespace(returncode=run.main([str(x) for x in command[2:]]), stderr="")
 
     monkeypatch.setattr(subprocess, "run", here)
     test = tmp_path / "test_x.py"
     test.write_text("def test_right(): pass\n")
     monkeypatch.setattr(report, "SMOKE", [str(test)])
-    assert report.main([str(test), "--turns", "1", "-o", str(out)]) == 0
+    given = [str(test), "--turns", "1", "-o", str(out)]
+    assert report.main(given) == 0
     text = capsys.readouterr().out
     rows = json.loads((out / "interpreter.json").read_text())["rows"]
     peers = {"cudnn", "flash", "efficient", "flex", "flash_attn"}
@@ -121,8 +124,14 @@ def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small):
         assert row["seconds"].keys() >= takes | {"speedlight"}, row
         assert f"- {row['name']}: " in text.partition("Please paste this into an issue:")[2]
     assert {x["name"].split()[0] for x in rows} == {"forward", "backward", "mask", "decode"} and len(rows) == 17
-    names = {"interpreter.json", "speed.png", "tests-all.txt", "tests-smoke.txt"}
+    names = {"interpreter.json", "speed.png", "all-tests.txt", "smoke-tests.txt"}
     assert {x.name for x in out.iterdir()} == names and "smoke tests: 1 passed" in text and str(out) in text
+    monkeypatch.setattr(gpu, "decode", lambda *_: 1 / 0)
+    ended = types.SimpleNamespace(returncode=1, stderr="Traceback\ntriton.CompilationError: at 3:1")
+    assert [x["refused"] for x in gpu.rows(1, "decode")] == 2 * ["ZeroDivisionError: division by zero"]
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: ended if "gpu" in command else real(command, **how))
+    assert report.main(given) == 1
+    assert "- benchmark: triton.CompilationError: at 3:1\n  - known: this Triton" in capsys.readouterr().out
 
 
 @INTERPRETED
