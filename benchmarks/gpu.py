@@ -82,7 +82,7 @@ def forward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterabl
     batch, heads = max(1, TOKENS // n), max(1, WIDTH // d)
     asked = Asked(*(drawn(batch, heads, n, d, dtype=dtype, seed=s) for s in range(3)), causal=causal)
     name = f"forward {dtype} d{d} N{n} {'causal' if causal else 'full'}"
-    row = row_of(name, turns, asked, [x for x in names if n == MAIN or x not in ("flex", "jax")], causal=causal)
+    row = row_of(name, turns, asked, [x for x in names if n == MAIN or x != "flex"], causal=causal)
     flops = sl.plan(batch=batch, q_heads=heads, q_len=n, head_dim=d, dtype=dtype, causal=causal).flops or 0
     row |= {"dtype": dtype, "head_dim": d, "length": n, "flops": flops}
     return row | {"tflops": {x: flops / t[2] / 1e12 for x, t in row.get("seconds", {}).items()}}
@@ -103,7 +103,7 @@ def backward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterab
     row: dict[str, Any] = {"name": f"backward {dtype} d{d} N{n} {'causal' if causal else 'full'}", "dtype": dtype}
     if refused := held(ours()):
         return row | {"refused": refused}
-    names = [x for x in names if x != "jax" and (n == MAIN or x != "flex")]
+    names = [x for x in names if n == MAIN or x != "flex"]
     others, notes = usable(of_gpu(names), Asked(q, k, v, causal, d_out), lambda got: held(got, PEER_SLACK))
     times = measured({"speedlight": ours} | others, turns)
     flops = 2.5 * (sl.plan(batch=batch, q_heads=heads, q_len=n, head_dim=d, dtype=dtype, causal=causal).flops or 0)

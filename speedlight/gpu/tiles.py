@@ -138,7 +138,7 @@ class GradientRow:
 GRADIENTS: dict[str, tuple[GradientRow, ...]] = {
     "16": (
         GradientRow(64, Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
-        GradientRow(128, Tile(64, 64, 8, 2), Tile(32, 64, 8, 2, registers=255)),
+        GradientRow(128, Tile(64, 64, 8, 2, registers=255), Tile(32, 64, 8, 2, registers=255)),
         GradientRow(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
         GradientRow(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ),

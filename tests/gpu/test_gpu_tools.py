@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import subprocess
@@ -32,16 +33,19 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small proble
 def small(monkeypatch):
     """The benchmark's problems, at sizes for the interpreter."""
     sizes = {"LENGTHS": (40,), "DIMS": (16, 32), "MAIN": 40, "FLOAT32": ((16, 40),), "DECODE": ((2, 300), (1, 40))}
-    for name, size in (sizes | {"TOKENS": 128, "WIDTH": 64}).items():
-        monkeypatch.setattr(gpu, name, size)
+    calls = {
+        "masked": functools.partial(gpu.masked, heads=2, d=32),
+        "decode": functools.partial(gpu.decode, heads=(4, 2), d=32),
+    }
+    for name, x in (sizes | calls | {"TOKENS": 40, "WIDTH": 32}).items():
+        monkeypatch.setattr(gpu, name, x)
 
 
 @INTERPRETED
 def test_rows(monkeypatch, small):
     rows = [
         gpu.forward("bfloat16", 64, 128, True, 1, ()),
-        gpu.masked("window 1024", 160, 1, (), heads=2, d=32),
-        gpu.masked("alibi", 160, 1, (), heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+        gpu.masked("window 1024", 160, 1, ()), gpu.masked("alibi", 160, 1, ()), gpu.decode(2, 300, 1),
         gpu.backward("bfloat16", 64, 128, True, 1, ()),
     ]  # fmt: skip
     for row in rows:
@@ -53,7 +57,7 @@ def test_rows(monkeypatch, small):
     monkeypatch.setattr(sl, "attention", lambda *a, **o: real(*a, **o) * 1.1)
     for call in (
         lambda: gpu.forward("bfloat16", 64, 128, True, 1, ()),
-        lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+        lambda: gpu.decode(2, 300, 1),
     ):
         row = call()
         assert (
@@ -90,19 +94,33 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path):
     assert found.summary.endswith("(stopped after 4 s)")
 
 
-@INTERPRETED
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small):
-    """As `make gpu` runs it, the benchmark in this process, beside peers that PyTorch stands in for."""
-    report, real, out = importlib.import_module("gpu_report"), subprocess.run, tmp_path / "out"
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Peers that need a GPU, as PyTorch's operations."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def flash(*tensors, causal):
         return attend(*(x.transpose(1, 2) for x in tensors), is_causal=causal).transpose(1, 2)
 
+    def flex(q, k, v, *, block_mask, score_mod, enable_gqa):
+        h, i, j = torch.meshgrid(*(torch.arange(n) for n in (q.shape[1], q.shape[2], k.shape[2])), indexing="ij")
+        scores = q.float() @ k.float().mT / q.shape[3] ** 0.5
+        scores = scores if score_mod is None else score_mod(scores, 0, h, i, j)
+        scores = scores if block_mask is None else scores.masked_fill(~block_mask(0, h, i, j), -torch.inf)
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+    flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(flex_attention, "flex_attention", flex)
+    monkeypatch.setattr(flex_attention, "create_block_mask", lambda mask, *_, **__: mask)
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash))
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@INTERPRETED
+def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small, stand_ins):
+    """As `make gpu` runs it, the benchmark in this process."""
+    report, real, out = importlib.import_module("gpu_report"), subprocess.run, tmp_path / "out"
 
     def here(command, **how):
         if "gpu" not in command:

@@ -120,6 +120,17 @@ def test_large_dims(rng, dims):
     assert_gradients(arrays, flow, backward=attention_backward, tile=16, causal=True)
 
 
+@pytest.mark.parametrize("mask", [None, sl.window(40, 40)], ids=["", "window"])
+def test_causality_begins_anywhere_in_a_tile(rng, mask):
+    """The first row that sees a tile of keys, and the first that sees all of it, begin or end a block."""
+    arrays = qkv(rng, "float32", 1, 2, 1, 40, 50, 8, 8)
+    with small_blocks():
+        for start in (-17, -16, -1, 1, 15, 17):
+            options = {"causal": True, "q_start": start, "mask": mask}
+            flow = flow_of(rng, arrays, **options)
+            assert_gradients(arrays, flow, backward=attention_backward, tile=16, **options)
+
+
 @pytest.mark.parametrize("precision", ["tf32x3", "tf32"])
 def test_products_by_tensor_cores(rng, precision, gradients):
     arrays = qkv(rng, "float32", 1, 4, 2, 40, 70, 24, 20)
