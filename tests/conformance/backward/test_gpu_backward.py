@@ -157,7 +157,7 @@ def test_nothing_is_read_past_the_ends(rng):
 
 
 def test_keys_that_items_share_are_summed_in_float64():
-    x = SimpleNamespace(tensor=torch.tensor([2.0**24, 1, 1]).reshape(3, 1, 1, 1))
+    x = SimpleNamespace(tensor=torch.tensor([2.0**24, 1, 1]).reshape(3, 1, 1, 1), shape=(3, 1, 1, 1))
     assert differentiate.Gradients.sum_items(None, x).item() == 2**24 + 2
 
 
