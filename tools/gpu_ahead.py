@@ -101,12 +101,13 @@ class Row(NamedTuple):
 
 
 def table_rows(text: str) -> dict[str, Row]:
-    """Returns the rows of a table by the names of kernels."""
+    """Returns the rows of a table by the names of kernels; a dash is what nobody has compiled yet."""
     rows = {}
     for line in text.splitlines()[1:]:
         *columns, name = line.split(None, len(DEVICES))
         name, _, why = name.partition("  # ")
-        rows[name] = Row({c: tuple(map(int, x.split("/"))) for c, x in zip(DEVICES, columns, strict=True)}, why)
+        by_device = zip(DEVICES, columns, strict=True)
+        rows[name] = Row({c: tuple(map(int, x.split("/"))) for c, x in by_device if x != "-"}, why)
     return rows
 
 
@@ -114,7 +115,7 @@ def table_text(rows: dict[str, Row]) -> str:
     names = ", ".join(f"sm_{a}{b}" for a, b in DEVICES)
     lines = [f"registers/bytes spilled/bytes of shared memory for {names}, by Triton {triton.__version__}"]
     for name, row in rows.items():
-        columns = ["/".join(map(str, row.figures.get(c, (0, 0, 0)))) for c in DEVICES]
+        columns = ["/".join(map(str, row.figures.get(c, "-"))) for c in DEVICES]
         lines.append("".join(f"{x:<13} " for x in columns) + name + f"  # {row.why}" * bool(row.why))
     return "\n".join(lines) + "\n"
 
@@ -346,9 +347,9 @@ def main(arguments: list[str]) -> int:
             one, is_repair = compile_for(each, capability, name), name.endswith("repair")
             if "--write" in arguments and not is_repair:
                 rows.setdefault(name, Row({}, "")).figures[capability] = one.figures
-            most = rows[name].figures.get(capability) if name in rows else None
-            most = () if is_repair or not is_held else most or (0, 0, 0)
-            faults = one.faults(capability, products and not is_repair, most)
+            unknown = (255, 0, DEVICES[capability])
+            most = rows[name].figures.get(capability, unknown) if name in rows else unknown
+            faults = one.faults(capability, products and not is_repair, most if is_held and not is_repair else ())
             count, bad = count + 1, bad + bool(faults)
             print(
                 f"sm_{capability[0]}{capability[1]} {name}: {one.registers} registers, {one.spills} B spilled, "
