@@ -350,8 +350,8 @@ def entry_range(row: TableRow, low, high, WIDTH: tl.constexpr):
         nothing = tl.zeros_like(short.to(tl.int64))
         count, p_first = high - low + nothing, row.p + (low + nothing) * row.stride
         a, b = nothing + (1 << 60), nothing - (1 << 60)
-        for at in tl.range(0, WIDTH, 32):
-            o_run = at + tl.arange(0, 32)[None, :]
+        for at in tl.range(0, WIDTH, 16):
+            o_run = at + tl.arange(0, 16)[None, :]
             m = (o_run <= count[:, None]) & short[:, None]
             entries = tl.load(p_first[:, None] + o_run * row.stride, mask=m, other=0).to(tl.int64)
             a = tl.minimum(a, tl.min(tl.where(m, entries, 1 << 60), 1))

@@ -94,6 +94,7 @@ TABLE[10, 0] = TABLE[9, 0] | {
         Row(256, Tile(128, 32, 8, 2, True), Tile(64, 32, 8, 1, True), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2)),
         TABLE[9, 0]["16"][3],
     ),
+    "32": tuple(map(_roomy, TABLE[9, 0]["32"])),
     "tf32": (
         Row(64, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 3)),
         TABLE[9, 0]["tf32"][1],
