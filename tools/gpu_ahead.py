@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from speedlight.arrays.dtypes import CODES
@@ -127,7 +128,7 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
     given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n, x in each.arguments.items()}
     options = {"num_warps": each.warps, "num_stages": each.stages, "maxnreg": each.registers}
     start = time.perf_counter()
-    triton.knobs.nvidia.dump_ptxas_log = True
+    knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(io.StringIO()) as log:
         built = each.kernel.warmup(**given, grid=each.grid, **options)
     seconds = time.perf_counter() - start
