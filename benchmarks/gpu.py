@@ -23,8 +23,10 @@ from speedlight.tools.peers import Asked, Call, usable
 
 KINDS = ("forward", "backward", "float32", "mask", "decode")
 LENGTHS, DIMS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
+MAIN = 8192  # the length of rows that come first; only there run peers that are compiled for each shape
 TOKENS, WIDTH = 16384, 2048  # of every forward problem: batch x length, heads x head_dim
-DECODE = ((1, 1024), (1, 8192), (1, 131072), (8, 4096), (32, 4096), (32, 32768), (64, 1024), (64, 8192))  # batch, keys
+DECODE = ((32, 4096), (1, 1024), (1, 8192), (1, 131072), (8, 4096), (32, 32768), (64, 1024), (64, 8192))  # batch, keys
+FLOAT32 = ((128, 4096), (64, 4096), (128, 16384))  # head_dim, length
 
 
 def graphed(call: Call) -> Call:
@@ -75,24 +77,20 @@ def row_of(
     return {"name": name, "seconds": measured(calls, turns), "notes": notes}
 
 
-def forward(
-    dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterable[str] = GPU, tokens: int = TOKENS
-) -> dict[str, Any]:
-    """TFLOP/s of prefill; causal counts half. Peers that are compiled for each shape run at 8,192 alone."""
-    batch, heads = max(1, tokens // n), max(1, WIDTH // d) if tokens == TOKENS else 1
+def forward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterable[str] = GPU) -> dict[str, Any]:
+    """TFLOP/s of prefill; causal counts half."""
+    batch, heads = max(1, TOKENS // n), max(1, WIDTH // d)
     asked = Asked(*(drawn(batch, heads, n, d, dtype=dtype, seed=s) for s in range(3)), causal=causal)
     name = f"forward {dtype} d{d} N{n} {'causal' if causal else 'full'}"
-    row = row_of(name, turns, asked, [x for x in names if n == 8192 or x not in ("flex", "jax")], causal=causal)
+    row = row_of(name, turns, asked, [x for x in names if n == MAIN or x != "flex"], causal=causal)
     flops = sl.plan(batch=batch, q_heads=heads, q_len=n, head_dim=d, dtype=dtype, causal=causal).flops or 0
     row |= {"dtype": dtype, "head_dim": d, "length": n, "flops": flops}
     return row | {"tflops": {x: flops / t[2] / 1e12 for x, t in row.get("seconds", {}).items()}}
 
 
-def backward(
-    dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterable[str] = GPU, tokens: int = TOKENS
-) -> dict[str, Any]:
+def backward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterable[str] = GPU) -> dict[str, Any]:
     """TFLOP/s of the gradients of q, k and v, counted as 2.5 times forward's, as others count them."""
-    batch, heads = max(1, tokens // n), max(1, WIDTH // d) if tokens == TOKENS else 1
+    batch, heads = max(1, TOKENS // n), max(1, WIDTH // d)
     q, k, v, d_out = (drawn(batch, heads, n, d, dtype=dtype, seed=s) for s in range(4))
     out, lse = sl.attention(q, k, v, causal=causal, return_lse=True, engine="cuda")
 
@@ -105,7 +103,7 @@ def backward(
     row: dict[str, Any] = {"name": f"backward {dtype} d{d} N{n} {'causal' if causal else 'full'}", "dtype": dtype}
     if refused := held(ours()):
         return row | {"refused": refused}
-    names = [x for x in names if x != "jax" and (n == 8192 or x != "flex")]
+    names = [x for x in names if n == MAIN or x != "flex"]
     others, notes = usable(of_gpu(names), Asked(q, k, v, causal, d_out), lambda got: held(got, PEER_SLACK))
     times = measured({"speedlight": ours} | others, turns)
     flops = 2.5 * (sl.plan(batch=batch, q_heads=heads, q_len=n, head_dim=d, dtype=dtype, causal=causal).flops or 0)
@@ -160,30 +158,30 @@ def decode(
     q = drawn(batch, heads[0], 1, d, dtype=dtype, seed=0)
     k, v = (drawn(batch, heads[1], n, d, dtype=dtype, seed=s) for s in (1, 2))
     name = f"decode {dtype} B{batch} N{n} H{heads[0]}/{heads[1]} d{d}"
-    row = row_of(name, turns, Asked(q, k, v), () if interpreting() else GPU[:3], decoding=True)
+    row = row_of(name, turns, Asked(q, k, v), GPU[:3], decoding=True)
     moved = k.nbytes + v.nbytes
     return row | {"bytes": moved, "gbps": {x: moved / t[2] / 1e9 for x, t in row.get("seconds", {}).items()}}
 
 
 def rows(turns: int = 5, only: str = "") -> Iterator[dict[str, Any]]:
     """Measures everything, or one kind; the figures that matter most come first."""
-    first = [(128, 8192, False), (128, 8192, True), (64, 8192, False)]
+    first = [(DIMS[1], MAIN, False), (DIMS[1], MAIN, True), (DIMS[0], MAIN, False)]
     rest = [(d, n, c) for d in DIMS for n in LENGTHS for c in (False, True) if (d, n, c) not in first]
     cases: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
     cases += [("forward", forward, ("bfloat16", *x)) for x in first]
     cases += [("backward", backward, ("bfloat16", *x)) for x in first]
-    cases += [("decode", decode, (32, 4096))]
-    cases += [("float32", forward, ("float32", d, n, False)) for d, n in ((128, 4096), (64, 4096), (128, 16384))]
-    cases += [("mask", masked, (name, 8192)) for name in mask_list(16)]
-    cases += [("decode", decode, x) for x in DECODE if x != (32, 4096)]
+    cases += [("decode", decode, DECODE[0])]
+    cases += [("float32", forward, ("float32", d, n, False)) for d, n in FLOAT32]
+    cases += [("mask", masked, (name, MAIN)) for name in mask_list(16)]
+    cases += [("decode", decode, x) for x in DECODE[1:]]
     cases += [("forward", forward, ("bfloat16", *x)) for x in rest]
     cases += [("backward", backward, ("bfloat16", *x)) for x in rest if x[0] < 256]
     for kind, measure, case in cases:
         if only in ("", kind):
             try:
                 yield measure(*case, turns)
-            except torch.cuda.OutOfMemoryError:
-                yield {"name": f"{kind} {case}", "refused": "too little memory"}
+            except Exception as error:  # too little memory, a kernel that does not compile: the other rows matter, too
+                yield {"name": f"{kind} {case}", "refused": f"{type(error).__name__}: {str(error)[:200]}"}
             if not interpreting():
                 torch.cuda.empty_cache()
 
@@ -195,10 +193,13 @@ def about() -> dict[str, Any]:
         return found
     query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    asked = subprocess.run(command, capture_output=True, text=True)
+    try:
+        clocks = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        clocks = "does not answer"
     return found | {
         "machine": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability(),
-        "nvidia-smi": asked.stdout.strip(), "cudnn": torch.backends.cudnn.version(),
+        "nvidia-smi": clocks, "cudnn": torch.backends.cudnn.version(),
     }  # fmt: skip
 
 

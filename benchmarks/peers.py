@@ -12,7 +12,7 @@ import numpy as np
 from speedlight.tools.peers import PEERS, Asked, Call, Peer, UnfitError, onnx_session, openvino, pass_of, sdpa
 
 _BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
-GPU = ("cudnn", "flash", "efficient", "flex", "flash_attn", "jax")
+GPU = ("cudnn", "flash", "efficient", "flex", "flash_attn")
 
 
 def of_gpu(names: Iterable[str]) -> dict[str, Peer]:

@@ -94,7 +94,7 @@ def cpu() -> Host:
     return cpu_engine
 
 
-def gpu(name: str = "q", way: str = "q.cpu()") -> Any:
+def gpu(name: str = "q", way: str = "arrays on the CPU") -> Any:
     """Returns the GPUs' engine, with what it alone has; `name`: the argument that asks for it; `way`: one without."""
     try:
         with importing:
@@ -120,13 +120,25 @@ def is_on_gpu(engine: Any, q: Array) -> bool:
         )
     if engine == "cpu" and q.device != "cpu":
         raise ArgumentError(
-            f"{q.name}: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use {q.name}.cpu()."
+            f"{q.name}: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use {_as_torch(q)}.cpu()."
         )
     if engine == "cuda" and q.device == "cpu" and not (interpreting() and q.kind == "torch"):
         raise ArgumentError(
-            f"{q.name}: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. Use {q.name}.cuda()."
+            f"{q.name}: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. "
+            f"Use {_as_torch(q)}.cuda()."
         )
     return q.device != "cpu" or engine == "cuda"
+
+
+def _as_torch(q: Array) -> str:
+    """Returns the words that make a PyTorch tensor of an array."""
+    match q.kind:
+        case "torch":
+            return q.name
+        case "numpy" if q.dtype == "bfloat16":  # of which PyTorch does not know NumPy's
+            return f"torch.from_numpy({q.name}.view('int16')).view(torch.bfloat16)"
+        case _:
+            return f"torch.from_{q.kind}({q.name})"
 
 
 @public()

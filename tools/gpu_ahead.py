@@ -1,12 +1,14 @@
 """Ahead of time: compiles the kernels of the tile table for GPUs that this machine lacks, and inspects the result.
 
-No driver is needed: Triton's own ptxas and disassembler are used. `python tools/gpu_ahead.py` prints a line per
-kernel and ends with 1 if one of them spills, asks for more shared memory than the device has, or leaves the tensor
-cores alone.
+No driver is needed: Triton's own ptxas is used. `python tools/gpu_ahead.py` prints a line per kernel and ends with 1 if
+one of them takes more registers, spills or shared memory than gpu_ahead.txt lets it, more shared memory than the device
+has, or leaves the tensor cores alone. With --write the table becomes what was compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import re
 import subprocess
@@ -16,10 +18,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from speedlight.arrays.dtypes import ON_GPU
@@ -42,18 +45,9 @@ from speedlight.problem.operands import Operands
 from speedlight.problem.problem import Options
 from speedlight.problem.tokens import TokenShape
 
-# capability: most shared memory of a block, and what its tensor cores' instructions are called
-DEVICES = {
-    (8, 0): (166_912, r"\bHMMA|\bmma\.sync"),
-    (9, 0): (232_448, r"\bHGMMA|\bHMMA"),
-    (10, 0): (232_448, r"tcgen05\.mma|UTC\w*MMA|\bHMMA"),
-}
-# bytes that a kernel may spill, and why: what is not in the table spills none
-SPILLS = {
-    "sm_80 bfloat16 d128 backward documents differentiate dk dv": (24, "lookups of both documents, beside two sums"),
-    "sm_90 bfloat16 d128 backward documents differentiate dq": (24, "lookups of both documents"),
-    "sm_90 bfloat16 d128 backward documents differentiate dk dv": (24, "lookups of both documents, beside two sums"),
-}
+# capability: most shared memory of a block
+DEVICES = {(8, 0): 166_912, (9, 0): 232_448, (10, 0): 232_448}
+TABLE = Path(__file__).with_suffix(".txt")
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -85,16 +79,46 @@ class Compiled:
     instructions: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
-    def faults(self, capability: tuple[int, int], tensor_cores: bool) -> list[str]:
-        most, cores = DEVICES[capability]
-        faults = []
-        if self.spills > SPILLS.get(self.name, (0, ""))[0]:
-            faults.append(f"{self.spills} bytes spilled")
-        if self.shared > most:
-            faults.append(f"{self.shared:,} bytes of shared memory, {most:,} there")
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        return self.registers, self.spills, self.shared
+
+    def faults(self, capability: tuple[int, int], tensor_cores: bool, most: tuple[int, ...] = ()) -> list[str]:
+        """Returns what is wrong; most: the figures of the table, if it holds this kernel's."""
+        what = ("registers", "bytes spilled", "bytes of shared memory")[: len(most)]
+        faults = [f"{x:,} {n}, {m:,} in the table" for n, x, m in zip(what, self.figures, most, strict=False) if x > m]
+        if self.shared > DEVICES[capability]:
+            faults.append(f"{self.shared:,} bytes of shared memory, {DEVICES[capability]:,} there")
         if tensor_cores and not self.instructions.get("tensor"):
-            faults.append(f"no tensor core instruction ({cores})")
+            faults.append("no tensor core instruction")
         return faults + list(self.warnings)
+
+
+class Row(NamedTuple):
+    """A row of the table: registers, bytes spilled and of shared memory, by capability; why something spills."""
+
+    figures: dict[tuple[int, int], tuple[int, ...]]
+    why: str
+
+
+def table_rows(text: str) -> dict[str, Row]:
+    """Returns the rows of a table by the names of kernels; a dash is what nobody has compiled yet."""
+    rows = {}
+    for line in text.splitlines()[1:]:
+        *columns, name = line.split(None, len(DEVICES))
+        name, _, why = name.partition("  # ")
+        by_device = zip(DEVICES, columns, strict=True)
+        rows[name] = Row({c: tuple(map(int, x.split("/"))) for c, x in by_device if x != "-"}, why)
+    return rows
+
+
+def table_text(rows: dict[str, Row]) -> str:
+    names = ", ".join(f"sm_{a}{b}" for a, b in DEVICES)
+    lines = [f"registers/bytes spilled/bytes of shared memory for {names}, by Triton {triton.__version__}"]
+    for name, row in rows.items():
+        columns = ["/".join(map(str, row.figures.get(c, "-"))) for c in DEVICES]
+        lines.append("".join(f"{x:<13} " for x in columns) + name + f"  # {row.why}" * bool(row.why))
+    return "\n".join(lines) + "\n"
 
 
 def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compiled:
@@ -104,17 +128,16 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
     given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n, x in each.arguments.items()}
     options = {"num_warps": each.warps, "num_stages": each.stages, "maxnreg": each.registers}
     start = time.perf_counter()
-    built = each.kernel.warmup(**given, grid=each.grid, **options)
+    knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        built = each.kernel.warmup(**given, grid=each.grid, **options)
     seconds = time.perf_counter() - start
-    text = _assemble(built.asm["ptx"], capability)
+    ptx = built.asm["ptx"]
+    text = log.getvalue() or _assemble(ptx, capability)  # of a kernel that was compiled before there is none
     used, spilled = (re.findall(pattern, text) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
     warnings = tuple(line.strip()[:160] for line in text.splitlines() if "wgmma" in line.lower() or "C75" in line)
-    cores = re.compile(DEVICES[capability][1])
-    lines = (built.asm["ptx"] + built.asm["sass"]).splitlines()
-    counts = {
-        "tensor": sum(bool(cores.search(x)) for x in lines),
-        "bulk": sum("UTMALDG" in x or "cp.async.bulk" in x for x in lines),
-    }
+    cores = r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma"
+    counts = {"tensor": len(re.findall(cores, ptx)), "bulk": ptx.count("cp.async.bulk")}
     return Compiled(
         name, max(map(int, used), default=0), sum(map(int, spilled)), built.metadata.shared, seconds, counts, warnings
     )
@@ -291,27 +314,22 @@ def _keys(case: Case, d: int, value_dim: int) -> Keys:
     return keys
 
 
-def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) -> Iterator[tuple[Compiled, list[str]]]:
-    """Every kernel whose name has one of the words (or all), and what is wrong with it."""
-    number = f"sm_{capability[0]}{capability[1]}"
-    listed = [
-        (name, each, case.dtype != "float32" or case.precision != "ieee")
-        for name, case in cases(quick)
-        if wanted(name, only)
-        for each in build(capability, case)
-    ]
-    listed += [(name, each, False) for name, each in (*appends(), *joins()) if wanted(name, only)]
-    for name, each, products in listed:
-        repairs = each.arguments.get("NONFINITE") == int(RECOMPUTE)  # hardly ever runs: it may spill
-        one = compile_for(each, capability, f"{number} {name} {_kind(each)}{' repair' * repairs}")
-        products = products and each.kernel.__name__ in ("attend", "differentiate")
-        yield one, [] if repairs else one.faults(capability, products)
+def listed(capability: tuple[int, int], only: list[str], quick: bool = False) -> Iterator[tuple[str, Launch, bool]]:
+    """Every kernel whose case's name has one of the words (or all), its name, and whether it needs tensor cores."""
+    for name, case in cases(quick):
+        for each in build(capability, case) if wanted(name, only) else ():
+            products = case.dtype != "float32" or case.precision != "ieee"
+            yield f"{name} {_kind(each)}", each, products and each.kernel.__name__ in ("attend", "differentiate")
+    for name, each in (*appends(), *joins()):
+        if wanted(name, only):
+            yield f"{name} {_kind(each)}", each, False
 
 
 def _kind(each: Launch) -> str:
-    """The kernel's name; of the backward kernel with its end."""
+    """The kernel's name; of the backward kernel with its end. A repair hardly ever runs: it may spill."""
     end = each.arguments.get("END")
-    return each.kernel.__name__ + ("" if end is None else (" dq", " dk dv", " entries")[end])
+    kind = each.kernel.__name__ + ("" if end is None else (" dq", " dk dv", " entries")[end])
+    return kind + " repair" * (each.arguments.get("NONFINITE") == int(RECOMPUTE))
 
 
 def wanted(name: str, only: list[str]) -> bool:
@@ -320,17 +338,30 @@ def wanted(name: str, only: list[str]) -> bool:
 
 def main(arguments: list[str]) -> int:
     capabilities = [c for c in DEVICES if f"{c[0]}.{c[1]}" in arguments] or list(DEVICES)
-    only = [x for x in arguments if not re.fullmatch(r"\d+\.\d|--quick", x)]
+    only = [x for x in arguments if not re.fullmatch(r"\d+\.\d|--quick|--write", x)]
+    text = TABLE.read_text()
+    rows = table_rows(text)
+    is_held = f"Triton {triton.__version__}\n" in text
     bad = count = 0
     for capability in capabilities:
-        for one, faults in compiled(capability, only, "--quick" in arguments):
+        for name, each, products in listed(capability, only, "--quick" in arguments):
+            one, is_repair = compile_for(each, capability, name), name.endswith("repair")
+            if "--write" in arguments and not is_repair:
+                rows.setdefault(name, Row({}, "")).figures[capability] = one.figures
+            unknown = (255, 0, DEVICES[capability])
+            most = rows[name].figures.get(capability, unknown) if name in rows else unknown
+            faults = one.faults(capability, products and not is_repair, most if is_held and not is_repair else ())
             count, bad = count + 1, bad + bool(faults)
             print(
-                f"{one.name}: {one.registers} registers, {one.spills} B spilled, {one.shared:,} B shared, "
-                f"{one.instructions['tensor']} tensor, {one.instructions['bulk']} bulk, {one.seconds:.1f} s"
-                + "".join(f"; FAULT: {x}" for x in faults),
+                f"sm_{capability[0]}{capability[1]} {name}: {one.registers} registers, {one.spills} B spilled, "
+                f"{one.shared:,} B shared, {one.instructions['tensor']} tensor, {one.instructions['bulk']} bulk, "
+                f"{one.seconds:.1f} s" + "".join(f"; FAULT: {x}" for x in faults),
                 flush=True,
             )
+    if "--write" in arguments:
+        TABLE.write_text(table_text(rows))
+    if not is_held:
+        print(f"{TABLE.name} has figures of another Triton than {triton.__version__}: nothing was compared with them")
     print(f"{count} kernels compiled, {bad} with faults")
     return int(bad > 0 or not count)
 

@@ -88,6 +88,15 @@ def run_tests(name: str, words: Iterable[str], seconds: float) -> Outcome:
     return Outcome(name, (lines[-1] if lines else "nothing ran") + end, failed, known, output)
 
 
+def run_benchmark(turns: str, output: Path) -> list[Outcome]:
+    """Runs the benchmark, whose rows go to the output; returns what ended it, if anything did."""
+    command = [sys.executable, ROOT / "benchmarks" / "run.py", "gpu", "--turns", turns, "-o", output]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    if not done.returncode or "Traceback" not in done.stderr:
+        return []
+    return [Outcome("benchmark", done.stderr.splitlines()[-1], [], known_of(done.stderr), done.stderr)]
+
+
 def _text(x: str | bytes | None) -> str:
     return x.decode("utf-8", "replace") if isinstance(x, bytes) else x or ""
 
@@ -96,7 +105,7 @@ def paragraph(about: dict[str, str], tests: list[Outcome], rows: list[dict[str, 
     """Returns what to paste into an issue."""
     lines = ["GPU report", "", *(f"- {name}: {x}" for name, x in about.items())]
     for x in tests:
-        lines += [f"- {x.name} tests: {x.summary}", *(f"  - {each}" for each in x.failed[:20])]
+        lines += [f"- {x.name}: {x.summary}", *(f"  - {each}" for each in x.failed[:20])]
         lines += [f"  - known: {each}" for each in x.known]
     lines += [f"- {x}" for x in fastest(rows)]
     return "\n".join(lines)
@@ -160,13 +169,12 @@ def main(words: list[str]) -> int:
         print("gpu: expected a CUDA device; PyTorch sees none here. `make gpu-check` needs none.", file=sys.stderr)
         return 2
     given.output.mkdir(parents=True, exist_ok=True)
-    for name, which, seconds in (("smoke", SMOKE, 120), ("all", given.tests, 480)):
+    for name, which, seconds in (("smoke tests", SMOKE, 120), ("all tests", given.tests, 480)):
         tests.append(run_tests(name, which, seconds) if which else Outcome(name, "none were asked for", [], [], ""))
-        print(f"{name} tests: {tests[-1].summary}", *tests[-1].failed, *tests[-1].known, sep="\n  ", flush=True)
-        (given.output / f"tests-{name}.txt").write_text(tests[-1].output)
+        print(f"{name}: {tests[-1].summary}", *tests[-1].failed, *tests[-1].known, sep="\n  ", flush=True)
+        (given.output / f"{name.replace(' ', '-')}.txt").write_text(tests[-1].output)
     if given.turns != "0":
-        command = [sys.executable, ROOT / "benchmarks" / "run.py", "gpu", "--turns", given.turns, "-o", given.output]
-        subprocess.run(command, cwd=ROOT)
+        tests += run_benchmark(given.turns, given.output)
     rows = [x for file in given.output.glob("*.json") if file.stat().st_mtime > start for x in _rows_of(file)]
     print(draw(rows, given.output / "speed.png") if rows else "no rows of the benchmark")
     print("", "Please paste this into an issue:", "", paragraph(about, tests, rows), sep="\n")

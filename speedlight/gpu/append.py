@@ -64,14 +64,19 @@ def store(
             store_codes(p_k, new_k, m_k, k_scales + o_scale, o_h < HEADS)
             store_codes(p_v, new_v, m_v, v_scales + o_scale, o_h < HEADS)
     if arrived is not None:
-        # all warps of a program have read the length before it is counted, so the last program may change it
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + i_item, 1) == programs - 1:
-            tl.store(arrived + i_item, 0)
-            if fits:
-                tl.store(lengths + i_item, (length + count).to(lengths.dtype.element_ty))
-            else:
-                tl.store(status, 1)
+        count_tokens(arrived + i_item, lengths + i_item, status, length + count, fits, programs)
+
+
+@triton.jit
+def count_tokens(p_arrived, p_length, p_status, total, fits, programs):
+    """Makes a sequence longer in its last program, when all warps of all programs have read the length."""
+    tl.debug_barrier()
+    if tl.atomic_add(p_arrived, 1) == programs - 1:
+        tl.store(p_arrived, 0)
+        if fits:
+            tl.store(p_length, total.to(p_length.dtype.element_ty))
+        else:
+            tl.store(p_status, 1)
 
 
 @triton.jit

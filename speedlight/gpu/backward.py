@@ -26,7 +26,7 @@ from .gradient_tiles import (
     tile_of_keys,
     tile_of_queries,
 )
-from .primitives import lowest_bit
+from .primitives import as_bits, count_bits, take_bit
 from .sequence import (
     ARRAYS,
     FLAG,
@@ -143,17 +143,14 @@ def over_keys(
 ):
     """acc with all tiles of a block added: of dQ, before the scale, or with ENTRIES of RowSums."""
     if c.HIDING:
-        o_tiles = tl.arange(0, TILES)
         for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1, disable_licm=True):
             mixed, whole = classify(first, block, keys, batch.k_start, program, c)
-            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
-                n = first + lowest_bit(mixed) * c.BN
-                mixed = mixed & (mixed - 1)
-                acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, True, VALUES, c)
-            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0), disable_licm=True):
-                n = first + lowest_bit(whole) * c.BN
-                whole = whole & (whole - 1)
-                acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, False, VALUES, c)
+            for WHOLE in tl.static_range(2):
+                bits = whole if WHOLE else mixed
+                for _ in tl.range(0, count_bits(bits), disable_licm=True):
+                    tile, bits = take_bit(bits)
+                    n = first + tile * c.BN
+                    acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, not WHOLE, VALUES, c)
     else:
         for n in tl.range(keys.first, keys.clear, c.BN, disable_licm=True):
             acc = tile_of_keys(acc, n, block, keys, of_rows, sides, batch, program, False, VALUES, c)
@@ -221,15 +218,12 @@ def over_queries(
         if c.HIDING:
             for start in tl.range(first, item.q_len, TILES * c.BM, num_stages=1, disable_licm=True):
                 mixed, whole = classify_rows(start, clear, tile, item, head, batch, program, c)
-                o_tiles = tl.arange(0, TILES)
-                for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
-                    m = start + lowest_bit(mixed) * c.BM
-                    mixed = mixed & (mixed - 1)
-                    sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, True, VALUES, c)
-                for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0), disable_licm=True):
-                    m = start + lowest_bit(whole) * c.BM
-                    whole = whole & (whole - 1)
-                    sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, False, VALUES, c)
+                for WHOLE in tl.static_range(2):
+                    bits = whole if WHOLE else mixed
+                    for _ in tl.range(0, count_bits(bits), disable_licm=True):
+                        block, bits = take_bit(bits)
+                        m = start + block * c.BM
+                        sums = tile_of_queries(sums, m, head, tile, item, sides, batch, program, not WHOLE, VALUES, c)
         else:
             # masked from first to last: a second loop takes more registers than a comparison
             for m in tl.range(first, item.q_len, c.BM, disable_licm=True):
@@ -258,8 +252,8 @@ def classify_rows(start, clear, tile: KeyTile, item: Item, head, batch: Batch, p
         wholly = (tl.load(p_class + 1, mask=m_tile, other=0) >> bit) & 1 != 0
     some = m_tile & partly
     every = some & wholly & (m >= clear)
-    whole = tl.sum(every.to(tl.int32) << o_tiles, 0)
-    return tl.sum(some.to(tl.int32) << o_tiles, 0) ^ whole, whole
+    whole = as_bits(every, o_tiles)
+    return as_bits(some, o_tiles) ^ whole, whole
 
 
 @triton.jit

@@ -17,14 +17,15 @@ from .dropping import Dropout, keeps
 from .primitives import (
     LN2,
     as_bits,
+    count_bits,
     dot,
     exponents,
     finite,
     log_sum_exp,
-    lowest_bit,
     nonfinite_code,
     nonfinite_sum,
     online_softmax,
+    take_bit,
     widened,
 )
 from .sequence import (
@@ -252,18 +253,14 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
     keys = source.keys
     state = State(running_max, tl.zeros([c.BM, c.BLOCK_DV], tl.float32), tl.zeros([c.BM], tl.float32))
     if c.HIDING:
-        o_tiles = tl.arange(0, TILES)
         for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
             # out of the inner loops nothing is hoisted: what both share takes more registers than there are
             mixed, whole = classify(first, source.block, keys, source.k_start, program, c)
-            for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0), disable_licm=True):
-                n = first + lowest_bit(mixed) * c.BN
-                mixed = mixed & (mixed - 1)
-                state = one_tile(state, n, queries, source, program, True, VALUES, c)
-            for _ in tl.range(0, tl.sum((whole >> o_tiles) & 1, 0), disable_licm=True):
-                n = first + lowest_bit(whole) * c.BN
-                whole = whole & (whole - 1)
-                state = one_tile(state, n, queries, source, program, False, VALUES, c)
+            for WHOLE in tl.static_range(2):
+                bits = whole if WHOLE else mixed
+                for _ in tl.range(0, count_bits(bits), disable_licm=True):
+                    tile, bits = take_bit(bits)
+                    state = one_tile(state, first + tile * c.BN, queries, source, program, not WHOLE, VALUES, c)
     else:
         for n in tl.range(keys.first, keys.clear, c.BN):
             state = one_tile(state, n, queries, source, program, False, VALUES, c)
@@ -298,15 +295,9 @@ def classify(first, block: Block, keys: Range, k_start, program: Program, c: Con
 
 @triton.jit
 def one_tile(
-    state: State,
-    n,
-    queries: Queries,
-    source: Source,
-    program: Program,
-    MASKED: tl.constexpr,
-    VALUES: tl.constexpr,
+    state: State, n, queries: Queries, source: Source, program: Program, MASKED: tl.constexpr, VALUES: tl.constexpr,
     c: Config,
-):
+):  # fmt: skip
     """The state with keys n … n + BN - 1 added."""
     tensors, pages, keys, i_item = source.tensors, source.pages, source.keys, source.block.item.i_item
     rows, b_q, end = queries.rows, queries.b_q, keys.end

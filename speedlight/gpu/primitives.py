@@ -99,10 +99,15 @@ def nonfinite_sum(codes):
 
 
 @triton.jit
-def lowest_bit(bits):
-    """Index of the lowest bit that is set; 0 where none is."""
+def count_bits(bits):
+    return tl.sum((bits >> tl.arange(0, 32)) & 1, 0)
+
+
+@triton.jit
+def take_bit(bits):
+    """Index of the lowest bit that is set, or 0 where none is, and the others."""
     alone = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32)  # a power of two: its exponent is the index
-    return tl.maximum((alone.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+    return tl.maximum((alone.to(tl.int32, bitcast=True) >> 23) - 127, 0), bits & (bits - 1)
 
 
 @triton.jit
@@ -345,8 +350,8 @@ def entry_range(row: TableRow, low, high, WIDTH: tl.constexpr):
         nothing = tl.zeros_like(short.to(tl.int64))
         count, p_first = high - low + nothing, row.p + (low + nothing) * row.stride
         a, b = nothing + (1 << 60), nothing - (1 << 60)
-        for at in tl.range(0, WIDTH, 32):
-            o_run = at + tl.arange(0, 32)[None, :]
+        for at in tl.range(0, WIDTH, 16):
+            o_run = at + tl.arange(0, 16)[None, :]
             m = (o_run <= count[:, None]) & short[:, None]
             entries = tl.load(p_first[:, None] + o_run * row.stride, mask=m, other=0).to(tl.int64)
             a = tl.minimum(a, tl.min(tl.where(m, entries, 1 << 60), 1))

@@ -29,11 +29,11 @@ def check(problem: Problem, device: str, precision: Any) -> None:
     check_precision(precision)
     if problem.dtype == "float64":
         raise UnsupportedError(
-            "q: expected float32, float16 or bfloat16 on a GPU; got float64. Use q.float(), or q.cpu() for float64."
+            "q: expected float32, float16 or bfloat16 on a GPU; got float64. Use float32, or arrays on the CPU."
         )
     if max(problem.head_dim, problem.value_dim) > HEAD_DIMS:
         most = max(problem.head_dim, problem.value_dim)
-        raise UnsupportedError(f"q: expected head dims up to {HEAD_DIMS} on a GPU; got {most}. Use q.cpu().")
+        raise UnsupportedError(f"q: expected head dims up to {HEAD_DIMS} on a GPU; got {most}. Use arrays on the CPU.")
     have = capability(device)
     if have < (7, 5):
         raise UnsupportedError(

@@ -94,6 +94,7 @@ TABLE[10, 0] = TABLE[9, 0] | {
         Row(256, Tile(128, 32, 8, 2, True), Tile(64, 32, 8, 1, True), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2)),
         TABLE[9, 0]["16"][3],
     ),
+    "32": tuple(map(_roomy, TABLE[9, 0]["32"])),
     "tf32": (
         Row(64, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 3)),
         TABLE[9, 0]["tf32"][1],
@@ -138,7 +139,7 @@ class GradientRow:
 GRADIENTS: dict[str, tuple[GradientRow, ...]] = {
     "16": (
         GradientRow(64, Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
-        GradientRow(128, Tile(64, 64, 8, 2), Tile(32, 64, 8, 2, registers=255)),
+        GradientRow(128, Tile(64, 64, 8, 2, registers=255), Tile(32, 64, 8, 2, registers=255)),
         GradientRow(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
         GradientRow(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ),

@@ -215,15 +215,11 @@ def openvino(asked: Asked) -> Call:
 
 
 def _jax(asked: Asked) -> Call:
-    """JAX's, on a GPU by cuDNN; each call is waited for."""
+    """JAX's; each call is waited for."""
     jax = importlib.import_module("jax")
     jax.config.update("jax_enable_x64", asked.dtype == "float64")
-    on_gpu = not isinstance(asked.q, np.ndarray)
-    rows = [x.swapaxes(1, 2) for x in asked[:3]]
-    q, k, v = (jax.dlpack.from_dlpack(x.contiguous()) if on_gpu else jax.numpy.asarray(x) for x in rows)
-    attend = functools.partial(
-        jax.nn.dot_product_attention, is_causal=asked.causal, implementation="cudnn" if on_gpu else None
-    )
+    q, k, v = (jax.numpy.asarray(x.swapaxes(1, 2)) for x in asked[:3])
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=asked.causal)
     mask = None if asked.dense is None else jax.numpy.asarray(asked.dense)
     run = jax.jit(lambda q, k, v: attend(q, k, v, mask=mask).swapaxes(1, 2))
     return lambda: run(q, k, v).block_until_ready()

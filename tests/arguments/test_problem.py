@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -164,8 +165,12 @@ def test_devices_must_agree():
             from_arrays(*wrong, Options())
     with pytest.raises(sl.ArgumentError, match="q: expected an array on the CPU for engine='cpu'; got one on cuda:0"):
         engine.is_on_gpu("cpu", replace(q, device="cuda:0"))
-    with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'"):
-        engine.is_on_gpu("cuda", q)
+    methods = {"__dlpack__": lambda self, **how: x.__dlpack__(**how), "__dlpack_device__": lambda self: (1, 0)}
+    for array in (torch.zeros(x.shape), x, x.astype(ml_dtypes.bfloat16), type("Held", (), methods)()):
+        with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'") as error:
+            engine.is_on_gpu("cuda", describe(array, "q"))
+        way = str(error.value).partition("Use ")[2].removesuffix(".cuda().")
+        assert torch.equal(eval(way, {"q": array, "torch": torch}).float(), torch.zeros(x.shape))
     assert engine.is_on_gpu(None, replace(q, device="cuda:0"))
     assert not engine.is_on_gpu(None, q) and not engine.is_on_gpu("cpu", q)
 

@@ -41,16 +41,28 @@ def test_the_path_of_a_call(name):
     assert done.stdout.count("combine") == ("decode" in name)
 
 
-def test_faults_are_found(monkeypatch):
+@pytest.fixture
+def ahead(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOL.parent))
-    Compiled = importlib.import_module("gpu_ahead").Compiled
-    good = Compiled("x", 200, 0, 1000, 1.0, {"tensor": 3})
-    known, (most, _) = next(iter(importlib.import_module("gpu_ahead").SPILLS.items()))
-    for spills in (most, most + 1):  # whose reason is known
-        assert bool(Compiled(known, 200, spills, 1000, 1.0, {"tensor": 3}).faults((9, 0), True)) == (spills > most)
-    assert not good.faults((9, 0), True)
-    for bad in ({"spills": 4}, {"shared": 232_449}, {"instructions": {"tensor": 0}}, {"warnings": ("C7510",)}):
-        assert Compiled(
-            **{"name": "x", "registers": 1, "spills": 0, "shared": 1, "seconds": 1.0, "instructions": {"tensor": 1}}
-            | bad
-        ).faults((9, 0), True)
+    return importlib.import_module("gpu_ahead")
+
+
+def test_faults_are_found(ahead):
+    good = {"name": "x", "registers": 200, "spills": 0, "shared": 1000, "seconds": 1.0, "instructions": {"tensor": 1}}
+    figures = (200, 0, 1000)
+    assert not ahead.Compiled(**good).faults((9, 0), True, figures)
+    for bad in ({"registers": 201}, {"spills": 4}, {"shared": 1001}):
+        assert ahead.Compiled(**good | bad).faults((9, 0), True, figures), bad
+    for bad in ({"shared": 232_449}, {"instructions": {"tensor": 0}}, {"warnings": ("C7510",)}):
+        assert ahead.Compiled(**good | bad).faults((9, 0), True), bad
+
+
+def test_the_table_has_every_kernel_and_a_reason_for_each_spill(ahead):
+    text = ahead.TABLE.read_text()
+    rows = ahead.table_rows(text)
+    assert ahead.table_text(rows) == text
+    assert list(rows) == [name for name, *_ in ahead.listed((9, 0), []) if not name.endswith("repair")]
+    for name, row in rows.items():
+        assert bool(row.why) == any([spills for _, spills, _ in row.figures.values()]), name
+        for capability, (registers, _, shared) in row.figures.items():
+            assert 0 < registers <= 255 and shared <= ahead.DEVICES[capability], name

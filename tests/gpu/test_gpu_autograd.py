@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from on_gpu import DEVICE, small_blocks
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import speedlight as sl
@@ -70,16 +71,17 @@ def test_gradients_are_the_engine_s(tensors, calls):
 
 
 @pytest.mark.slow
-def test_graphs(tensors, calls):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_graphs(tensors, calls, dtype):
     """The operations of a graph, forward and backward."""
 
     def loss(q, k, v):
         return sl.torch.attention(q, k, v, causal=True).square().sum()
 
-    three = tensors[:3]
+    three = [x.detach().to(dtype).requires_grad_() for x in tensors[:3]]
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     got, want = (torch.autograd.grad(f(*three), three) for f in (compiled, loss))
-    assert calls == [2] and same(got, want)
+    assert calls == [2] and same(got, want) and got[0].dtype == dtype
 
 
 @pytest.mark.slow
@@ -96,6 +98,26 @@ def test_second_derivatives(tensors, calls, monkeypatch):
     tensors[:] = [x.detach().cpu().requires_grad_() for x in tensors]
     for x, y in zip(got, twice(), strict=True):
         torch.testing.assert_close(x.cpu(), y)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_autocast_casts_as_pytorch_does(device, given):
+    """Of tensors without numbers, on the device that is cast for and on the other."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    with FakeTensorMode():
+        every = [torch.empty(1, 2, 4, 8, dtype=given, device=where) for where in ("cuda", "cpu")]
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, torch.bfloat16 if given is torch.float16 else torch.float16)
+    try:
+        for x in every:
+            want = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+            out = sl.torch.attention(x, x, x)
+            assert (out.dtype, out.device) == (want.dtype, want.device)
+            assert (out.dtype != given) == (x.device.type == device and given is not torch.float64)
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
 
 
 def test_everything_lies_where_q_does():

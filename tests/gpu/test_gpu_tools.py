@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import json
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +29,24 @@ import run
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small problems, for the interpreter")
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """The benchmark's problems, at sizes for the interpreter."""
+    sizes = {"LENGTHS": (16,), "DIMS": (16, 32), "MAIN": 16, "FLOAT32": ((16, 16),), "DECODE": ((2, 40), (1, 20))}
+    calls = {
+        "masked": functools.partial(gpu.masked, heads=2, d=32),
+        "decode": functools.partial(gpu.decode, heads=(4, 2), d=32),
+    }
+    for name, x in (sizes | calls | {"TOKENS": 16, "WIDTH": 32}).items():
+        monkeypatch.setattr(gpu, name, x)
+
+
 @INTERPRETED
-def test_rows(monkeypatch):
+def test_rows(monkeypatch, small):
     rows = [
-        gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
-        gpu.masked("window 1024", 160, 1, (), heads=2, d=32),
-        gpu.masked("alibi", 160, 1, (), heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
-        gpu.backward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        gpu.forward("bfloat16", 64, 128, True, 1, ()),
+        gpu.masked("window 1024", 160, 1, ()), gpu.masked("alibi", 160, 1, ()), gpu.decode(2, 300, 1),
+        gpu.backward("bfloat16", 64, 128, True, 1, ()),
     ]  # fmt: skip
     for row in rows:
         assert (
@@ -40,8 +56,8 @@ def test_rows(monkeypatch):
     real = sl.attention
     monkeypatch.setattr(sl, "attention", lambda *a, **o: real(*a, **o) * 1.1)
     for call in (
-        lambda: gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
-        lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+        lambda: gpu.forward("bfloat16", 64, 128, True, 1, ()),
+        lambda: gpu.decode(2, 300, 1),
     ):
         row = call()
         assert (
@@ -53,7 +69,7 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path):
     report = importlib.import_module("gpu_report")
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_right(): pass\ndef test_wrong(): assert 0, '3 elements outside the bound'\n")
-    found = report.run_tests("smoke", [str(test)], 100)
+    found = report.run_tests("smoke tests", [str(test)], 100)
     assert "1 failed, 1 passed" in found.summary and "test_wrong" in found.failed[0]
     assert [x.startswith("a result is wrong") for x in found.known] == [True]
     rows = [
@@ -74,8 +90,65 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path):
         assert words in text
     assert "backward: REFUSED" in text and "picture" in report.draw(rows, tmp_path / "x.png")
     test.write_text("import time\ndef test_slow(): time.sleep(60)\n")
-    found = report.run_tests("all", [str(test)], 4)
+    found = report.run_tests("all tests", [str(test)], 4)
     assert found.summary.endswith("(stopped after 4 s)")
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Peers that need a GPU, as PyTorch's operations."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def flash(*tensors, causal):
+        return attend(*(x.transpose(1, 2) for x in tensors), is_causal=causal).transpose(1, 2)
+
+    def flex(q, k, v, *, block_mask, score_mod, enable_gqa):
+        h, i, j = torch.meshgrid(*(torch.arange(n) for n in (q.shape[1], q.shape[2], k.shape[2])), indexing="ij")
+        scores = q.float() @ k.float().mT / q.shape[3] ** 0.5
+        scores = scores if score_mod is None else score_mod(scores, 0, h, i, j)
+        scores = scores if block_mask is None else scores.masked_fill(~block_mask(0, h, i, j), -torch.inf)
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+    flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(flex_attention, "flex_attention", flex)
+    monkeypatch.setattr(flex_attention, "create_block_mask", lambda mask, *_, **__: mask)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash))
+    kernel = torch.nn.attention.sdpa_kernel  # which PyTorch asks for what it wraps
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", functools.wraps(kernel)(lambda _: contextlib.nullcontext()))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@INTERPRETED
+def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small, stand_ins):
+    """As `make gpu` runs it, the benchmark in this process."""
+    report, real, out = importlib.import_module("gpu_report"), subprocess.run, tmp_path / "out"
+
+    def here(command, **how):
+        if "gpu" not in command:
+            return real(command, **how)
+        return types.SimpleNamespace(returncode=run.main([str(x) for x in command[2:]]), stderr="")
+
+    monkeypatch.setattr(subprocess, "run", here)
+    monkeypatch.setattr(report, "run_tests", lambda name, *_: report.Outcome(name, "1 passed", [], [], ""))
+    with small_blocks():
+        assert report.main(["tests", "--turns", "1", "-o", str(out)]) == 0
+    text = capsys.readouterr().out
+    rows = json.loads((out / "interpreter.json").read_text())["rows"]
+    peers = {"cudnn", "flash", "efficient", "flex", "flash_attn"}
+    for row in rows:
+        kind, *_ = row["name"].split()
+        takes = {"mask": {"flex"}, "decode": {"cudnn", "flash", "efficient"}}.get(kind, peers)
+        assert row["seconds"].keys() >= takes | {"speedlight"}, row
+        assert f"- {row['name']}: " in text.partition("Please paste this into an issue:")[2]
+    assert {x["name"].split()[0] for x in rows} == {"forward", "backward", "mask", "decode"} and len(rows) == 17
+    names = {"interpreter.json", "speed.png", "all-tests.txt", "smoke-tests.txt"}
+    assert {x.name for x in out.iterdir()} == names and "smoke tests: 1 passed" in text and str(out) in text
+    monkeypatch.setattr(gpu, "decode", lambda *_: 1 / 0)
+    ended = types.SimpleNamespace(returncode=1, stderr="Traceback\ntriton.CompilationError: at 3:1")
+    assert [x["refused"] for x in gpu.rows(1, "decode")] == 2 * ["ZeroDivisionError: division by zero"]
+    monkeypatch.setattr(subprocess, "run", lambda *_, **how: ended)
+    text = report.paragraph({}, report.run_benchmark("1", out), [])
+    assert "- benchmark: triton.CompilationError: at 3:1\n  - known: this Triton" in text
 
 
 @INTERPRETED

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import FULL
 from expressions import LENGTH, masks, scores
+from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_gpu import DTYPES, attention_backward, small_blocks, tensor
@@ -66,7 +68,7 @@ def test_what_is_hidden_has_no_say(rng, name):
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "d_out"])
 def test_what_is_not_finite_propagates(rng, name, gradients):
-    options = {"causal": True, "q_start": 120}
+    options = {"causal": True, "q_start": 120, "scale": -0.3}
     for special in (np.nan, np.inf, -np.inf):
         x = one_problem(rng, "float32", **options)
         x[name][0, 0, 4] = special
@@ -118,6 +120,45 @@ def test_large_dims(rng, dims):
     arrays = qkv(rng, "float16", 1, 2, 1, 20, 30, *dims)
     flow = flow_of(rng, arrays, causal=True)
     assert_gradients(arrays, flow, backward=attention_backward, tile=16, causal=True)
+
+
+@pytest.mark.parametrize("mask", [None, sl.window(40, 40)], ids=["", "window"])
+def test_causality_begins_anywhere_in_a_tile(rng, mask):
+    """The first row that sees a tile of keys, and the first that sees all of it, begin or end a block."""
+    arrays = qkv(rng, "float32", 1, 2, 1, 40, 50, 8, 8)
+    with small_blocks():
+        for start in (-17, -16, -1, 1, 15, 17):
+            options = {"causal": True, "q_start": start, "mask": mask}
+            flow = flow_of(rng, arrays, **options)
+            assert_gradients(arrays, flow, backward=attention_backward, tile=16, **options)
+
+
+def test_tiles_that_the_host_classifies(rng):
+    """A table of pairs hides some tiles and shows others whole, each in both kernels."""
+    arrays = qkv(rng, "float32", 1, 2, 1, 40, 90, 8, 8)
+    shown = [[0, 1, 0, 1, 1, 0], [1, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1]]
+    pairs = sl.table(np.kron(shown, np.ones((16, 16))) > 0)
+    options = {"mask": lambda b, h, i, j: pairs[i, j], "q_start": 0}
+    with small_blocks():
+        assert_gradients(arrays, flow_of(rng, arrays, **options), backward=attention_backward, tile=16, **options)
+
+
+def test_nothing_is_read_past_the_ends(rng):
+    """Of arrays that end where memory does, in parts of tiles; what is not finite is read again, row by row."""
+    arrays = qkv(rng, "float32", 1, 2, 1, 20, 30, 8, 8)
+    arrays[2][0, 0, 29, 3] = np.inf
+    given = [x for x in (*arrays, *flow_of(rng, arrays, q_start=3)) if x is not None]
+    given[0][0, 1, 19] = given[1][0, 0, 29] = np.nan
+    ending = [Guarded(x.nbytes).array(x.shape, x.dtype, "over") for x in given]
+    for x, to in zip(given, ending, strict=True):
+        to[...] = x
+    with small_blocks(Tile(32, 32, 4, 1)):
+        same(attention_backward(*ending, q_start=3), attention_backward(*given, q_start=3))
+
+
+def test_keys_that_items_share_are_summed_in_float64():
+    x = SimpleNamespace(tensor=torch.tensor([2.0**24, 1, 1]).reshape(3, 1, 1, 1), shape=(3, 1, 1, 1))
+    assert differentiate.Gradients.sum_items(None, x).item() == 2**24 + 2
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "tf32"])
