@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speedlight.tools.pictures import pyplot
+from speedlight.calls.pictures import pyplot
 
 PEERS = {
     "torch": "PyTorch", "torch by rows": "PyTorch", "torch dense": "PyTorch (dense mask)", "sdpa": "PyTorch",

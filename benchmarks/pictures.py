@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from chart import PEERS, median_of
 
-from speedlight.tools.pictures import pyplot
+from speedlight.calls.pictures import pyplot
 
 _COLOUR_OF = {"float32": "#0072b2", "float16": "#009e73", "bfloat16": "#d55e00", "float64": "#cc79a7"}
 _MARKERS = "osD^v"  # of head dims, ascending

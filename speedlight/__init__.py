@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .calls.backward import attention_backward
     from .calls.merge import merge, merge_states
     from .calls.paged import attention_paged
+    from .calls.pictures import view
     from .calls.plan import plan
     from .calls.rotary import rotary
     from .cpu.runtime.workers import get_threads, set_threads
@@ -103,7 +104,6 @@ if TYPE_CHECKING:
     from .kv.sequence import PagedSequence
     from .problem.options import AttentionOptions
     from .problem.plan import Plan
-    from .tools.pictures import view
 
 __version__ = "0.1.0a1"
 ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
@@ -118,7 +118,7 @@ _NAMES = {
     "calls.rotary": "rotary",
     "engines": "synchronize",
     "problem.plan": "Plan",
-    "tools.pictures": "view",
+    "calls.pictures": "view",
     "kv.cache": "KVCache",
     "kv.pool": "PagePool",
     "kv.sequence": "PagedSequence",

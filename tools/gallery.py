@@ -11,7 +11,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import speedlight as sl
-from speedlight.tools.pictures import tile_map
+from speedlight.calls.pictures import tile_map
 
 PAGE = Path(__file__).parent.parent / "docs" / "gallery.md"
 SIZE = 4.4, 4.7  # inches

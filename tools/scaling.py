@@ -15,9 +15,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import speedlight as sl
+from speedlight.calls.pictures import pyplot
 from speedlight.problem.plan import pair_flops
 from speedlight.problem.rank_plan import ASSUMED, Asked, Link, Rates, spread
-from speedlight.tools.pictures import pyplot
 
 ROOT = Path(__file__).parent.parent
 PAGE, PICTURE = ROOT / "docs" / "scaling.md", ROOT / "docs" / "pictures" / "scaling.png"

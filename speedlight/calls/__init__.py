@@ -1,1 +1,1 @@
-"""The public calls: dense, paged and backward attention, plans, merging, rotary positions, raw pages."""
+"""The public calls: dense, paged and backward attention, plans, pictures, merging, rotary positions, raw pages."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import engines
-from ..arrays.dtypes import DTYPES
 from ..arrays.integers import integer
 from ..errors import ArgumentError
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
-from ..problem.operands import Dense, Strides, stride_of
+from ..problem.operands import Dense, Strides
 from ..problem.options import AllOptions, Method, Shard, public
 from ..problem.plan import Plan, over_ranks
 from ..problem.problem import Options, Sizes
@@ -112,7 +111,6 @@ def plan(
         if backward:
             check_one_dtype(problem.dtype, problem.key_dtype)
         strides = Dense(layout, b, c).strides(problem.key_dtype)
-        strides = strides._replace(strided_queries=stride_of(a.strides, layout, -1) != DTYPES[problem.dtype][1])
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, given)

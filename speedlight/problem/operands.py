@@ -25,15 +25,13 @@ class Rows(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides as a schedule depends on them: of keys and values; for a backward pass, of queries and d_out as well."""
+    """Strides of keys and values as a schedule depends on them."""
 
     strided_keys: bool = False  # elements of a row are not side by side
     strided_values: bool = False
     heads_adjoin: bool = False  # a token's heads lie side by side, and tokens apart
     is_paged: bool = False
     is_cached: bool = False  # in the blocks of a cache
-    strided_queries: bool = False
-    strided_gradients: bool = False
 
 
 class Dense(NamedTuple):

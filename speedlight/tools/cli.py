@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import speedlight as sl
 
 from ..arrays.files import read_arrays
+from ..calls.pictures import draw_weights, pyplot, tile_map
 from ..errors import ArgumentError, Error, how_to_install
 from ..problem.plan import pair_flops
 from ..problem.work import count
@@ -27,8 +28,7 @@ from .bench import bench
 from .cache_accuracy import accuracy
 from .checking import check
 from .inspecting import info, show
-from .options import check_device, find_named, hidden_by, on_unit
-from .pictures import draw_weights, pyplot, read_labels, span_of, tile_map
+from .options import check_device, find_named, hidden_by, on_unit, read_labels, span_of
 from .reports import check_output, plan_figures, plan_rows, print_report, progress
 from .tuning import tune
 from .typed import as_typed, usage

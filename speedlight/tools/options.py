@@ -23,7 +23,7 @@ import speedlight as sl
 
 from ..arrays.dtypes import DTYPES
 from ..arrays.files import read_arrays
-from ..errors import ArgumentError, how_to_install
+from ..errors import ArgumentError, FileError, how_to_install
 from ..host import machine
 from ..problem.problem import LAYOUTS
 from ..problem.rank_plan import METHODS
@@ -218,6 +218,23 @@ def window_of(text: str | None) -> tuple[int | None, int | None] | None:
         way = f"Write --window={ours}." if ours != "," else "Leave it out."
         raise ArgumentError(f"--window: expected a size from 0, or nothing for no limit; got {text!r}. {way}")
     return left, right
+
+
+def span_of(text: str) -> tuple[int, int]:
+    """Returns the span of a text such as "0:40"."""
+    try:
+        first, end = (int(x) for x in text.split(":"))
+    except ValueError:
+        raise ArgumentError(f"--span: expected first:end, such as 0:40; got {text!r}.") from None
+    return first, end
+
+
+def read_labels(path: Path) -> list[str]:
+    """Returns the lines of a file, a token on each."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"--labels: {path}: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def check_seed(dropout: float, seed: int | None) -> None:

@@ -17,7 +17,8 @@ from test_cli import EXAMPLE, here  # noqa: F401
 
 import speedlight as sl
 from speedlight.arrays.files import read_arrays, write_arrays
-from speedlight.tools import attending, cli, options, pictures, reports, typed
+from speedlight.calls import pictures
+from speedlight.tools import attending, cli, options, reports, typed
 
 GROUP = cli.command()
 COMMANDS = {name: {x.name: x for x in one.params} for name, one in GROUP.commands.items()}

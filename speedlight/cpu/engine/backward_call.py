@@ -219,8 +219,7 @@ class GradientLayout(NamedTuple):
     def strides(self, storage: str) -> Strides:
         """Returns what a schedule wants to know of strides."""
         size = STORAGE_BYTES[storage]
-        keys, values, queries, flows = (self.step(name, -1) != size for name in ("k", "v", "q", "d_out"))
-        return Strides(keys, values, strided_queries=queries, strided_gradients=flows)
+        return Strides(self.step("k", -1) != size, self.step("v", -1) != size)
 
     def offsets(self, name: str, batch: int) -> np.ndarray:
         """Returns the bytes from an array's address to each item."""

@@ -281,6 +281,7 @@ def test_what_is_captured_is_read_again():
 
 
 X = torch.zeros(2, 4, 8, 16)
+BOTH = {"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True}
 REFUSED = [
     (lambda: flex_attention(X[0], X, X), sl.UnsupportedError, "query: expected a plain tensor of 4 dimensions"),
     (lambda: flex_attention(X, X[:, :2], X[:, :2]), ValueError, "enable_gqa=True"),
@@ -292,11 +293,13 @@ REFUSED = [
     (lambda: flex_attention(X, X, X[:, :3]), ValueError, "^value: expected .* as key has"),
     (lambda: flex_attention(X, X, X, 2.0), TypeError, "^score_mod: expected a function"),
     (lambda: flex_attention(X, X, X, block_mask=causal), TypeError, "^block_mask: .* a BlockMask.* create_block_mask"),
+    (lambda: flex_attention(X, X, X, block_mask=X), TypeError, r"^block_mask: .* it is create_block_mask\(lambda"),
     (lambda: flex_attention(X, X, X, block_mask=made(9, 8)), ValueError, "got shape .*9, 8"),
     (lambda: flex_attention(X, X, X, block_mask=made(8, 8, 3)), ValueError, "broadcast to batch 2, 4 heads"),
     (lambda: flex_attention(X, X, X, block_mask=made(8, 8)[:, :, 0]), ValueError, "got a slice"),
     (lambda: flex_attention(X, X, X, kernel_options={"COLOUR": 1}), ValueError, "kernel_options.*COLOUR"),
     (lambda: flex_attention(X, X, X, kernel_options={"BACKEND": "x"}), ValueError, "BACKEND"),
+    (lambda: flex_attention(X, X, X, kernel_options=BOTH), ValueError, "BACKEND or FORCE_USE_FLEX_ATTENTION; got both"),
     (lambda: flex_attention(X, X, X, kernel_options=3), TypeError, "kernel_options: expected a dict"),
     (lambda: flex_attention(X, X, X, return_lse=True, return_aux=flex.AuxRequest()), ValueError, "return_aux"),
     (lambda: flex_attention(X, X, X, return_aux=flex.AuxRequest(max_scores=True)), NotImplementedError, "max_scores"),

@@ -239,6 +239,7 @@ def test_wrong_calls():
         (lambda: layer(x[0]), r"x: expected shape \(batch, length, 32\); got \(37, 32\)"),
         (lambda: layer(x.numpy()), "x: expected a tensor; got ndarray"),
         (lambda: layer(None), "x: expected a tensor; got NoneType"),
+        (lambda: layer(x.detach().to_sparse()), "x: expected a strided tensor; got a sparse one. Pad it"),
         (lambda: layer(x, x), "context: expected None beside rotary="),
         (lambda: Attention(DIM, 4, context_dim=20)(x), r"context: expected shape \(batch, length, 20\); got None"),
         (lambda: layer(x, cache={}), "cache: expected a speedlight.KVCache; got dict"),
@@ -257,6 +258,7 @@ def test_wrong_calls():
         (lambda: layer.load_multihead(nn.MultiheadAttention(DIM, 4)), r"state: expected .* Use \.state_dict\(\)"),
         (lambda: layer.load_multihead(3), "state: expected a state_dict"),
         (lambda: Attention(DIM, 4, kv_heads=2).multihead_state(), "expected what nn.MultiheadAttention has"),
+        (lambda: Attention(DIM, 4, out_bias=True).multihead_state(), "out_bias: expected bias, as in nn.Multihead"),
         (
             lambda: layer.load_multihead(nn.MultiheadAttention(DIM, 4, add_bias_kv=True).state_dict()),
             "add_bias_kv=False",

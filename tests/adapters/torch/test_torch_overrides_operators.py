@@ -9,6 +9,7 @@ from counting import FLASH, counted
 from test_torch_sdpa import assert_equal, drawn, formula
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
+import speedlight as sl
 from speedlight.torch import report, sdpa
 
 __all__ = ["counted"]
@@ -98,6 +99,42 @@ def test_varlen_of_caches():
             q, *pages, cu_q, None, 3, 10, window_size=(4, 0), enable_gqa=True, seqused_k=used, block_table=table
         )
     assert_equal(got, want)
+
+
+def test_varlen_operator_of_a_batch():
+    """Its operators without offsets: of a batch whose sequences are as long, or have fewer keys."""
+    q, k, v, flow = (drawn(2, 5, 4, 8, seed=s) for s in range(4))
+    i, j = torch.arange(5)[:, None], torch.arange(5)
+    used = torch.tensor([3, 5], dtype=torch.int32)
+    operators, sizes = torch.ops.aten, (None, None, 5, 5, 0.0)
+    with sdpa():
+        out, lse, *state = operators._flash_attention_forward(q, k, v, *sizes, True, False)
+        got = operators._flash_attention_backward(flow, q, k, v, out, lse, *sizes, True, *state[:2])
+        fewer = operators._flash_attention_forward(q, k, v, *sizes, False, False, seqused_k=used)[0]
+    inputs = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    want = formula(*inputs, i >= j)
+    assert_equal(out, want.transpose(1, 2))
+    for a, b in zip(got, torch.autograd.grad(want, inputs, flow.transpose(1, 2)), strict=True):
+        assert_equal(a, b.transpose(1, 2))
+    assert_equal(fewer, formula(*inputs, (j < used[:, None])[:, None, None]).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("dropout", "more", "words"),
+    [
+        (0.5, {}, "dropout_p: expected 0, and no debug mask"),
+        (0.0, {"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "seqused_k: expected lengths of sequences"),
+        (0.0, {"seqused_k": torch.tensor([9])}, r"seqused_k: expected a length of at most \[4\] .*; got \[9\]"),
+        (0.0, {"seqused_k": torch.tensor([3]), "cum_seq_k": None}, "cum_seq_k: expected offsets of the sequences"),
+    ],
+)
+def test_varlen_operator_names_what_it_refuses(dropout, more, words):
+    q, cu = drawn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    given = {"cum_seq_q": cu, "cum_seq_k": cu, "max_q": 4, "max_k": 4} | more
+    with sdpa(), pytest.raises(sl.Error, match=words):
+        torch.ops.aten._flash_attention_forward(
+            q, q, q, dropout_p=dropout, is_causal=False, return_debug_mask=False, **given
+        )
 
 
 def test_varlen_outside_is_refused():

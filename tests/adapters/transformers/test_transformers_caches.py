@@ -98,6 +98,21 @@ def test_a_cache_is_copied_cut_reordered_and_cleared(llama, tokens):
     assert isinstance(cache, DynamicCache) and Cache(config).batch_size == -1 and not cache.is_compileable
 
 
+def test_a_layer_answers_what_transformers_asks_of_its_own(llama, tokens):
+    cache, theirs = Cache(llama.config, capacity=40), DynamicCache()
+    layer = cache.layers[0]
+    assert not layer.is_initialized and layer.keys is None and layer.get_max_length() == 40
+    for name, each in (("speedlight", cache), ("sdpa", theirs)):
+        logits(llama, name, tokens[:, :9], past_key_values=each)
+    assert layer.is_initialized and repr(cache).startswith("Cache([Layer(capacity=40, window=None, length=9), ")
+    for part in ("keys", "values"):
+        assert torch.equal(getattr(layer, part) + 0, getattr(theirs.layers[0], part))
+    with pytest.raises(sl.UnsupportedError, match="offload: expected a Cache without offloading"):
+        layer.offload()
+    with pytest.raises(sl.UnsupportedError, match="key: expected float32, .* or bfloat16; got torch.complex64"):
+        Cache(llama.config).layers[0].update(*(torch.zeros(2, KV_HEADS, 1, DIM, dtype=torch.complex64),) * 2)
+
+
 def test_what_a_cache_refuses(llama, tokens):
     llama.set_attn_implementation("speedlight")
     with pytest.raises(sl.Error, match="key: expected a call under torch.no_grad"):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from textwrap import fill, shorten
 from typing import Any
 
 import numpy as np
 
-import speedlight as sl
-
-from ..errors import ArgumentError, FileError, how_to_install
+from ..errors import ArgumentError, how_to_install
 from ..host.notebooks import TILE_COLOURS
 from ..problem.checks import integer
 from ..problem.options import Causal, Mask, Scores, Window, public
@@ -19,6 +16,7 @@ from ..problem.plan import Plan
 from ..problem.problem import Problem
 from ..problem.tiles import Rows, grid, integers_of
 from ..problem.work import all_pairs
+from .plan import plan as plan_of
 
 
 @public()
@@ -76,7 +74,7 @@ def view(
         raise ArgumentError("mask: expected q and k beside it; got a mask or a Plan. Join masks by &.")
     if not isinstance(plan, Plan):
         sizes: dict[str, Any] = {"q_heads": max(0, *heads) + 1, "q_len": q_len, "head_dim": 64}
-        plan = sl.plan(**sizes, causal=causal, window=window, mask=plan, score=score)
+        plan = plan_of(**sizes, causal=causal, window=window, mask=plan, score=score)
     found = plan.problem.mask
     own = " and ".join(["causal"] * plan.problem.causal + ([] if found is None else [repr(found.root)]))
     return tile_map(plan, heads[0], shorten(own, 150) if title is None else title)
@@ -244,13 +242,15 @@ def _cells(
     q: Any, k: Any, item: int, head: int, options: dict[str, Any], rows: tuple[int, int], keys: tuple[int, int]
 ) -> np.ndarray:  # fmt: skip
     """The weights of some rows and keys of a head, computed by rows; where tokens share a cell, the largest."""
+    from ..reference import weights
+
     kv_head = head // (q.shape[1] // max(1, k.shape[1]))
     one = k[item : item + 1, kv_head : kv_head + 1]
     tall, wide = (max(1, -(-(end - first) // _PIXELS)) for first, end in (rows, keys))
     bands, step = [], max(1, _ROWS // tall) * tall
     for start in range(*rows, step):
         some = q[item : item + 1, head : head + 1, start : min(start + step, rows[1])]
-        w = sl.reference.weights(some, one, q_start=start + k.shape[2] - q.shape[2], **options)[0, 0][:, slice(*keys)]
+        w = weights(some, one, q_start=start + k.shape[2] - q.shape[2], **options)[0, 0][:, slice(*keys)]
         w = np.pad(w, ((0, -w.shape[0] % tall), (0, -w.shape[1] % wide)))
         bands.append(w.reshape(w.shape[0] // tall, tall, w.shape[1] // wide, wide).max(axis=(1, 3)))
     return np.concatenate(bands)
@@ -265,20 +265,3 @@ def _spans(span: tuple[int, int] | None, *lengths: int) -> list[tuple[int, int]]
     if not 0 <= first < min(end, most) or end > most:
         raise ArgumentError(f"span: expected positions from 0 to {most}, the first below the second; got {span}.")
     return [(first, min(end, length)) for length in lengths]
-
-
-def span_of(text: str) -> tuple[int, int]:
-    """Returns the span of a text such as "0:40"."""
-    try:
-        first, end = (int(x) for x in text.split(":"))
-    except ValueError:
-        raise ArgumentError(f"--span: expected first:end, such as 0:40; got {text!r}.") from None
-    return first, end
-
-
-def read_labels(path: Path) -> list[str]:
-    """Returns the lines of a file, a token on each."""
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"--labels: {path}: {getattr(error, 'strerror', None) or error}.") from None
