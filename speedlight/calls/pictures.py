@@ -237,7 +237,7 @@ def draw_weights(
             _name_ticks(place.xaxis, keys, tokens, 90)
             _name_ticks(place.yaxis, rows, tokens[k.shape[2] - q.shape[2] :], 0)
         else:
-            place.locator_params(integer=True)
+            place.locator_params(integer=True, min_n_ticks=1)
     for place in list(axes.flat)[len(heads) :]:
         place.set_visible(False)
     for place in axes[-1]:
