@@ -209,7 +209,7 @@ def draw_weights(
             f"{q.shape[1]} heads; got {tuple(k.shape)}."
         )
     for name, chosen, most in (("item", [item], q.shape[0]), ("head", heads, q.shape[1])):
-        if any(not 0 <= x < most for x in chosen):
+        if any([not 0 <= x < most for x in chosen]):
             raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
     rows, keys = _spans(span, q.shape[2], k.shape[2])
     tokens = None if labels is None else [x.replace("$", r"\$") for x in labels]
