@@ -143,8 +143,9 @@ def test_a_repeated_call_with_out_checks_it_again(rng):
         sl.attention(q, k, v, out=v)
 
 
-def test_devices_must_agree():
+def test_devices_must_agree(monkeypatch):
     """Arrays of two devices, and GPUs without what they need; no GPU is asked."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which tests of the GPU leave set
     from dataclasses import replace
 
     from speedlight import engines as engine
