@@ -132,13 +132,15 @@ def is_on_gpu(engine: Any, q: Array) -> bool:
 
 def _as_torch(q: Array) -> str:
     """Returns the words that make a PyTorch tensor of an array."""
+    # PyTorch takes no negative strides
+    name = f"{q.name}.copy()" if q.kind == "numpy" and min(q.strides, default=0) < 0 else q.name
     match q.kind:
         case "torch":
-            return q.name
+            return name
         case "numpy" if q.dtype == "bfloat16":  # of which PyTorch does not know NumPy's
-            return f"torch.from_numpy({q.name}.view('int16')).view(torch.bfloat16)"
+            return f"torch.from_numpy({name}.view('int16')).view(torch.bfloat16)"
         case _:
-            return f"torch.from_{q.kind}({q.name})"
+            return f"torch.from_{q.kind}({name})"
 
 
 @public()

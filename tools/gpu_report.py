@@ -33,7 +33,8 @@ KNOWN = {
     r"outside the bound|wrong infinities|NaN in": "a result is wrong: send the test's name and the line with `bound`",
     r"OutOfMemoryError|out of memory": "other processes use this GPU's memory: run again when they have ended",
     r"no kernel image|not compatible": "this PyTorch was built for other GPUs: install one for this compute capability",
-    r"ModuleNotFoundError|ImportError": "a package is missing: PyTorch, Triton, pytest, Hypothesis and NumPy's",
+    r"ModuleNotFoundError|ImportError": "a package is missing: PyTorch, Triton, llvmlite, ml_dtypes, pytest and "
+    "Hypothesis are needed",
 }
 
 
@@ -91,7 +92,10 @@ def run_tests(name: str, words: Iterable[str], seconds: float) -> Outcome:
 def run_benchmark(turns: str, output: Path) -> list[Outcome]:
     """Runs the benchmark, whose rows go to the output; returns what ended it, if anything did."""
     command = [sys.executable, ROOT / "benchmarks" / "run.py", "gpu", "--turns", turns, "-o", output]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    except KeyboardInterrupt:  # of somebody who has no more time: rows until then are kept
+        return [Outcome("benchmark", "interrupted", [], [], "")]
     if not done.returncode or "Traceback" not in done.stderr:
         return []
     return [Outcome("benchmark", done.stderr.splitlines()[-1], [], known_of(done.stderr), done.stderr)]

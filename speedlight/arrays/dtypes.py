@@ -13,6 +13,13 @@ from ..host.forks import importing
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
 STORAGE_BYTES = dict(DTYPES.values())
+# other libraries' names, for which errors say ours
+ELSEWHERE = {
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+}
 
 
 class CodeFormat(NamedTuple):

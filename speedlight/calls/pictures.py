@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, how_to_install
+from ..errors import ArgumentError, ArgumentTypeError, how_to_install, shown
 from ..host.notebooks import TILE_COLOURS
 from ..problem.checks import integer
 from ..problem.options import Causal, Mask, Scores, Window, public
@@ -63,6 +63,8 @@ def view(
     """
     heads = [integer("head", x) for x in (head if np.iterable(head) else [head])]
     if k is not None:
+        if span is not None and not (isinstance(span, (tuple, list)) and len(span) == 2):
+            raise ArgumentTypeError(f"span: expected a pair of positions, (first, end); got {shown(span)}.")
         where = None if span is None else (integer("span", span[0]), integer("span", span[1]))
         options = {"causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
         of = integer("item", item)
@@ -70,14 +72,28 @@ def view(
     plan = mask_or_q
     if plan is None:
         raise ArgumentError("mask_or_q: expected a mask, a Plan, or q beside k; got None.")
-    if mask is not None:
-        raise ArgumentError("mask: expected q and k beside it; got a mask or a Plan. Join masks by &.")
+    for name, x in (("mask", mask), ("scale", scale), ("span", span), ("labels", labels)):
+        if x is not None:
+            way = "Join masks by &." if name == "mask" else "Leave it out."
+            raise ArgumentError(f"{name}: expected q and k beside it; got a mask or a Plan. {way}")
     if not isinstance(plan, Plan):
+        _check_array(plan, q_len)
         sizes: dict[str, Any] = {"q_heads": max(0, *heads) + 1, "q_len": q_len, "head_dim": 64}
         plan = plan_of(**sizes, causal=causal, window=window, mask=plan, score=score)
     found = plan.problem.mask
     own = " and ".join(["causal"] * plan.problem.causal + ([] if found is None else [repr(found.root)]))
     return tile_map(plan, heads[0], shorten(own, 150) if title is None else title)
+
+
+def _check_array(mask: Any, q_len: int) -> None:
+    """Raises if an array is queries without keys, or a mask of other sizes."""
+    if not getattr(mask, "shape", ()):
+        return
+    dtype, keys = str(mask.dtype), mask.shape[-1]
+    if "float" in dtype:
+        raise ArgumentError("k: expected keys beside queries, or a mask alone; got none.")
+    if "bool" in dtype and keys not in (1, q_len):
+        raise ArgumentError(f"q_len: expected the mask's {keys} keys; got {q_len}. Write q_len={keys}.")
 
 
 def pyplot(backend: str | None = "agg") -> Any:
@@ -150,6 +166,8 @@ def _draw_tiles(axes: Any, plan: Plan, head: int) -> tuple[float, int]:
 
     p = plan.problem
     rows = Rows(p, 0, head // p.group, plan.panel, integers_of(p))
+    if not (p.q_lengths[0] and rows.keys):
+        raise ArgumentError("q_len: expected queries and keys to draw; got none.")
     kinds, queries, keys = grid(rows)
     # the last cell may reach past the end: draw it whole and cut the axes there
     first, last = p.q_starts[0], p.q_starts[0] + p.q_lengths[0]
@@ -191,7 +209,7 @@ def draw_weights(
             f"{q.shape[1]} heads; got {tuple(k.shape)}."
         )
     for name, chosen, most in (("item", [item], q.shape[0]), ("head", heads, q.shape[1])):
-        if any(not 0 <= x < most for x in chosen):
+        if any([not 0 <= x < most for x in chosen]):
             raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
     rows, keys = _spans(span, q.shape[2], k.shape[2])
     tokens = None if labels is None else [x.replace("$", r"\$") for x in labels]
@@ -218,6 +236,8 @@ def draw_weights(
         if tokens is not None:
             _name_ticks(place.xaxis, keys, tokens, 90)
             _name_ticks(place.yaxis, rows, tokens[k.shape[2] - q.shape[2] :], 0)
+        else:
+            place.locator_params(integer=True, min_n_ticks=1)
     for place in list(axes.flat)[len(heads) :]:
         place.set_visible(False)
     for place in axes[-1]:

@@ -32,7 +32,7 @@ _OPTIONS = {
     "key_padding_mask src_key_padding_mask memory_key_padding_mask": "mask=sl.padding(~key_padding_mask): PyTorch's "
     "is True where a key is hidden",
     "attn_bias bias position_bias pse": "score=, a float array that is added to scores after scale=",
-    "dropout_p attn_dropout attention_dropout dropout_rate": "dropout= and seed=, an int that says which weights are "
+    "dropout_p attn_dropout attention_dropout dropout_rate p": "dropout= and seed=, an int that says which weights are "
     "dropped",
     "softmax_scale sm_scale scaling scale_factor": "scale=, a factor of the scores",
     "enable_gqa": "nothing: fewer heads of k and v are grouped heads",
@@ -40,8 +40,8 @@ _OPTIONS = {
     "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
     "window_left left_window_size window_size_left": "window=(left, None) beside causal=True; -1, elsewhere no limit, "
     "is leaving it out",
-    "num_heads q_num_heads kv_num_heads kv_heads q_heads heads n_heads": "nothing: heads are a dimension of q, k and "
-    "v: q.reshape(batch, length, heads, -1) is layout='blhd'",
+    "num_heads q_num_heads kv_num_heads num_kv_heads n_kv_heads num_key_value_heads kv_heads q_heads heads "
+    "n_heads": "nothing: heads are a dimension of q, k and v: q.reshape(batch, length, heads, -1) is layout='blhd'",
     "past_key_values past_key_value past_key past_value kv_cache": "nothing: keys and values of earlier tokens are a "
     "KVCache's: cache.attend(layer, q, k, v)",
     "local_window_size": "window=(left, right); JAX's n alone is (n, n)",
@@ -86,6 +86,8 @@ _OPTIONS = {
     "device": "engine='cpu' or 'cuda', or nothing: it is where q lies",
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
+    "kv_cache_dtype k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales are a KVCache's: "
+    "KVCache(dtype='int8' or 'fp8')",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {
@@ -121,7 +123,7 @@ _KEPT = {
     "num_layers n_layers num_hidden_layers": "layers=",
 }
 _CODES = {"nbits bits quantized quantization cache_dtype kv_cache_dtype": "dtype='int8' or 'fp8', with scales"}
-_TOKENS = "max_seq_len max_seqlen max_length max_len max_cache_len size n"
+_TOKENS = "max_seq_len max_seqlen max_model_len max_length max_len max_cache_len size n"
 _WINDOWS = "window window_size sliding_window"
 _FIRST = "keep_first num_sink_tokens sink_tokens sinks"
 _CACHE = {
@@ -137,7 +139,7 @@ _CACHE = {
 }
 _POOL = {
     **_KEPT,
-    "num_pages num_blocks max_num_pages": "pages=",
+    "num_pages num_blocks num_gpu_blocks max_num_pages": "pages=",
     "block_size": "page_size=, a multiple of 16",
     "gpu_memory_utilization memory_fraction": "pages=, of page_size tokens",
     **_CODES,
@@ -152,7 +154,7 @@ _ATTEND = {
     "tokens of each sequence: the cache knows those before",
     "score_mod": "score=, the same function: positions are those in the whole sequence",
     "mask_mod": "mask=, the same function: positions are those in the whole sequence",
-    "q_start k_start positions cache_position start_pos": "nothing: the cache knows its lengths",
+    "q_start k_start positions cache_position start_pos input_pos slot_mapping": "nothing: the cache knows its lengths",
     "past_key_values past_key_value past_key past_value kv_cache": "nothing: the cache has the tokens of earlier calls",
     "engine": "nothing: it is where the cache lies",
     "precision": "nothing: products of float32 are float32's",
@@ -382,6 +384,7 @@ ELSEWHERE = {
             "causal_mask make_causal_mask": "use causal()",
             "sliding_window": "use window()",
             "set_num_threads": "use set_threads()",
+            "paged_attention PagedAttention": "use attention_paged()",
             "rope apply_rotary_emb apply_rotary_pos_emb": "use rotary()",
         }
     )

@@ -318,7 +318,7 @@ class KVCache:
 
         def change() -> Any:
             lengths, written = self._now()[layer]
-            totals = new_totals(layer, lengths, counts, self.capacity)
+            totals = new_totals(layer, lengths, counts, self.capacity, self.window)
             after, result = (totals, ring.reached(written, totals)), None
             before = storage.before(layer, lengths, ring.overwritten(written, totals))
             if before is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, code_cache, conversion
+from ..arrays.dtypes import CODES, DTYPES, ELSEWHERE, SHORTEST, SPELLINGS, code_cache, conversion
 from ..arrays.integers import integer, is_one, whole
 from ..arrays.memory import Array
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, join_words, pass_on, shown
@@ -79,7 +79,8 @@ def dtype_name(dtype: Any) -> str:
     name = name if isinstance(name, str) else dtype if isinstance(dtype, str) else shown(dtype)
     name = name.removeprefix("torch.")
     if name not in DTYPES:
-        raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {shown(dtype)}.")
+        way = f" Write {ELSEWHERE[name.lower()]!r}." if name.lower() in ELSEWHERE else ""
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {shown(dtype)}.{way}")
     return name
 
 
@@ -182,10 +183,7 @@ def check_precision(x: Any) -> None:
 
 _FLOATS = ("float32", "float16", "bfloat16")  # of tokens that a cache of codes takes
 _DTYPES_ELSEWHERE = {
-    **dict.fromkeys(("fp16", "f16", "half"), "'float16'"),
-    "bf16": "'bfloat16'",
-    **dict.fromkeys(("fp32", "f32", "float", "single"), "'float32'"),
-    **dict.fromkeys(("fp64", "f64", "double"), "'float64'"),
+    **{theirs: repr(name) for theirs, name in ELSEWHERE.items()},
     **{
         theirs: f"{SHORTEST[name]!r}{f', which is {name}' * (name != SHORTEST[name])}"
         for name, row in CODES.items()
@@ -307,14 +305,17 @@ def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
     return counts  # type: ignore[return-value]
 
 
-def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int) -> list[int]:
+def new_totals(
+    layer: int, lengths: list[int], counts: list[int], capacity: int, window: int | None = None
+) -> list[int]:
     """Returns the lengths after an append, or raises CacheFull."""
+    without = "" if window is None else ", or leave capacity out: a window's memory does not grow"
     for item, n in enumerate(counts):
         free = capacity - lengths[item]
         if n > free:
             raise CacheFull(
                 f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {capacity} are free. "
-                f"{'truncate() it, or make' if lengths[item] else 'Make'} a cache of larger capacity.",
+                f"{'truncate() it, or make' if lengths[item] else 'Make'} a cache of larger capacity{without}.",
                 n,
                 free,
             )

@@ -143,8 +143,9 @@ def test_a_repeated_call_with_out_checks_it_again(rng):
         sl.attention(q, k, v, out=v)
 
 
-def test_devices_must_agree():
+def test_devices_must_agree(monkeypatch):
     """Arrays of two devices, and GPUs without what they need; no GPU is asked."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which tests of the GPU leave set
     from dataclasses import replace
 
     from speedlight import engines as engine
@@ -166,7 +167,8 @@ def test_devices_must_agree():
     with pytest.raises(sl.ArgumentError, match="q: expected an array on the CPU for engine='cpu'; got one on cuda:0"):
         engine.is_on_gpu("cpu", replace(q, device="cuda:0"))
     methods = {"__dlpack__": lambda self, **how: x.__dlpack__(**how), "__dlpack_device__": lambda self: (1, 0)}
-    for array in (torch.zeros(x.shape), x, x.astype(ml_dtypes.bfloat16), type("Held", (), methods)()):
+    halves = x.astype(ml_dtypes.bfloat16)
+    for array in (torch.zeros(x.shape), x, halves, type("Held", (), methods)(), x[..., ::-1, :], halves[..., ::-1]):
         with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'") as error:
             engine.is_on_gpu("cuda", describe(array, "q"))
         way = str(error.value).partition("Use ")[2].removesuffix(".cuda().")

@@ -65,7 +65,7 @@ def test_rows(monkeypatch, small):
         )
 
 
-def test_a_report_says_what_failed_and_what_is_known(tmp_path):
+def test_a_report_says_what_failed_and_what_is_known(tmp_path, monkeypatch):
     report = importlib.import_module("gpu_report")
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_right(): pass\ndef test_wrong(): assert 0, '3 elements outside the bound'\n")
@@ -92,6 +92,12 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path):
     test.write_text("import time\ndef test_slow(): time.sleep(60)\n")
     found = report.run_tests("all tests", [str(test)], 4)
     assert found.summary.endswith("(stopped after 4 s)")
+    monkeypatch.setattr(subprocess, "run", _interrupted)
+    assert "- benchmark: interrupted" in report.paragraph({}, report.run_benchmark("1", tmp_path), [])
+
+
+def _interrupted(*_, **how):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture

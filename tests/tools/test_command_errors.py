@@ -89,6 +89,7 @@ ERRORS = [
     ("show -o x.s", "--output: expected --ir or --asm"),
     ("show --q-len -1", "--q-len: expected a size"),
     ("bench --dtype int8", "--dtype: expected"),
+    ("plan --q-len 5 --dtype bf16", "16 or bfloat16; got 'bf16'. Write 'bfloat16'."),
     ("bench --q-len 0", "--q-len: expected queries of the first sequence that see keys; got none in float32,"),
     ("bench --mask 'j < 0'", "--q-len: expected queries of the first sequence that see keys; got none in float32,"),
     ("bench --lengths 0,5", "--q-len: expected queries of the first sequence that see keys; got none in float32,"),

@@ -132,6 +132,8 @@ def test_figures_are_those_of_the_command(rng, tmp_path):
         assert axes.get_title() == f"head {head}"
         assert [x.get_text() for x in axes.get_xticklabels()] == [*"cdefghi"]
     assert figure.get_suptitle() == "mine"
+    ticks = sl.view(q, k, span=(2, 3)).axes[0].get_xticks()
+    assert (ticks == ticks.round()).all()
     mask = sl.causal() & sl.window(200, 0)
     plan = sl.plan(q_heads=1, q_len=1000, head_dim=64, mask=mask)
     for drawn in (sl.view(mask, q_len=1000), sl.view(plan), sl.view(sl.causal(), q_len=1000, window=(200, 0))):
@@ -149,6 +151,11 @@ def test_figures_are_those_of_the_command(rng, tmp_path):
     [
         ((None,), {}, "mask_or_q: expected a mask, a Plan, or q beside k; got None."),
         ((sl.causal(),), {"mask": sl.causal()}, "mask: expected q and k beside it; got a mask or a Plan."),
+        ((sl.causal(),), {"span": (0, 3)}, "span: expected q and k beside it; got a mask or a Plan. Leave it out."),
+        ((sl.causal(),), {"q_len": 0}, "q_len: expected queries and keys to draw; got none."),
+        ((np.tri(6, dtype=bool),), {}, "q_len: expected the mask's 6 keys; got 4096. Write q_len=6."),
+        ((np.ones((1, 1, 6, 4)),), {}, "k: expected keys beside queries, or a mask alone; got none."),
+        ((np.ones((1, 1, 6, 4)),) * 2, {"span": 3}, "span: expected a pair of positions, (first, end); got 3."),
         ((sl.causal(),), {"head": -1}, "head: expected 0 to 0; got -1."),
         ((sl.softcap(3.0),), {}, "mask: expected a mask; got the score"),
         ((np.ones((1, 1, 3, 4)),) * 2, {"labels": ["a"]}, "labels: expected 3, one for each key; got 1."),

@@ -129,6 +129,8 @@ def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
     assert (cache.keys(0).tobytes(), cache.lengths(0)) == before
     cache.append(0, k, v, new_lengths=[2, 2])  # the last place can be used
     assert cache.lengths(0) == (12, 12)
+    with pytest.raises(sl.CacheFull, match="larger capacity, or leave capacity out: a window's memory does not grow"):
+        made("float32", batch=2, capacity=9, window=4).attend(0, q, k, v)
 
 
 def test_one_appender_at_a_time(rng):
