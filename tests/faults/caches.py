@@ -153,6 +153,13 @@ MUTATIONS = (
         "tests/conformance/caches/test_caches_windows.py -k chunk_that_fills",
     ),
     Mutation(
+        "first chunks of a ring are known by their arrays alone",
+        "cpu/engine/storage.py",
+        'self.steps.made(("new", known, *arrays), make)',
+        'self.steps.made(("new", *arrays), make)',
+        "tests/conformance/caches/test_caches_windows.py -k chunk_that_fills",
+    ),
+    Mutation(
         "keys of an odd dim are not made pairs where a file is read",
         "cpu/memory/blocks.py",
         "whole = np.zeros((*items, count * BLOCK, math.prod(tail) // BLOCK), part.dtype)",
