@@ -93,7 +93,7 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
         options = new_options(Options, (mask, score.detach(), *options[2:]))
         tables = (options.score,)
     a, b, c = (x if type(x) is torch.Tensor else x.detach() for x in (q, k, v))
-    try:
+    try:  # a signal may come right after a call
         torch._C._set_grad_enabled(False)  # no_grad() takes longer, and three views do
         _, results = repeat(a, b, c, options, True, None)
     finally:

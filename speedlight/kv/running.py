@@ -39,8 +39,9 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
             )
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
     if len(pieces) > 1 and _are_all_new(storage, query, pieces):
-        storage.attend_new(query.q, k, v, query.options, results)
-        storage.put(layer, first.before, pieces[-1].after, k, v)  # of empty sequences
+        totals = pieces[-1].after
+        storage.attend_new(query.q, totals, k, v, query.options, results)
+        storage.put(layer, first.before, totals, k, v)  # of empty sequences
         return results.returned()
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):
@@ -53,10 +54,7 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
 
 def _are_all_new(storage: Any, query: Query, pieces: list[Piece]) -> bool:
     """Returns whether all that queries see, through a ring's window, is in the caller's arrays."""
-    before = pieces[0].before
-    if storage.name != "cpu" or storage.shape.dtype in CODES or storage.ring.keep_first or any(before):
-        return False
-    if query.options.window is not None or query.q.shape[0] != len(before):
+    if storage.name != "cpu" or storage.shape.dtype in CODES or any(pieces[0].before):
         return False
     return all([piece.counts is None for piece in pieces])
 

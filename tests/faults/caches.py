@@ -148,8 +148,15 @@ MUTATIONS = (
     Mutation(
         "an empty ring's first chunk sees past its window",
         "cpu/engine/storage.py",
-        "window=((self.ring.window or 1) - 1, None)",
-        "window=(self.ring.window, None)",
+        "stored = self.shape.stored(lengths, hiding=self.ring.mask(options.causal))",
+        "stored = self.shape.stored(lengths)",
+        "tests/conformance/caches/test_caches_windows.py -k chunk_that_fills",
+    ),
+    Mutation(
+        "first chunks of a ring are known by their arrays alone",
+        "cpu/engine/storage.py",
+        'self.steps.made(("new", known, *arrays), make)',
+        'self.steps.made(("new", *arrays), make)',
         "tests/conformance/caches/test_caches_windows.py -k chunk_that_fills",
     ),
     Mutation(

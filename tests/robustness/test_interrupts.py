@@ -403,3 +403,16 @@ def test_a_ring_is_as_it_was_when_signals_come_in_threes(rng):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before_handler)
+
+
+@needs_places
+def test_an_interrupted_training_call_leaves_gradients_on():
+    """A known one turns them off while it repeats what was prepared."""
+    torch = pytest.importorskip("torch")
+    from speedlight.torch import attention
+
+    q = torch.ones(1, 1, 3, 4, requires_grad=True)
+    attention(q, q, q)
+    for n in places(lambda: attention(q, q, q), ("autograd/attending",)):
+        interrupted(lambda: attention(q, q, q), n, ("autograd/attending",))
+        assert torch.is_grad_enabled()

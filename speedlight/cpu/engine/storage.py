@@ -17,7 +17,7 @@ from ...arrays.dtypes import numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
-from ...problem.build import from_arrays, from_stored
+from ...problem.build import from_stored
 from ...problem.operands import Dense, Rows
 from ...problem.prepared import Prepared
 from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
@@ -228,18 +228,20 @@ class CacheStorage:
         if lse is not None and part is not None:
             lse.numpy()[rows] = part
 
-    def attend_new(self, q: Array, k: np.ndarray, v: np.ndarray, options: Options, results: Results) -> None:
-        """Attends to a first chunk at once, where it lies: pieces of it would each be prepared."""
+    def attend_new(
+        self, q: Array, lengths: list[int], k: np.ndarray, v: np.ndarray, options: Options, results: Results
+    ) -> None:
+        """Attends to a first chunk of these lengths at once, where it lies: pieces of it would each be prepared."""
         of_k, of_v = (replace(describe(x, name), kind=q.kind) for x, name in ((k, "k"), (v, "v")))
-        rows, keys = Rows("bhld", q, results.out.strides), Dense("bhld", of_k, of_v)
-        seen = options._replace(window=((self.ring.window or 1) - 1, None))
 
         def make() -> Call:
-            return prepare(from_arrays(q, of_k, of_v, seen)[0], rows, keys, get_threads(), self.isa)
+            stored = self.shape.stored(lengths, hiding=self.ring.mask(options.causal))
+            rows, keys = Rows("bhld", q, results.out.strides), Dense("bhld", of_k, of_v)
+            return prepare(from_stored(q, stored, options), rows, keys, get_threads(), self.isa)
 
-        known, arrays = seen.key(), [(x.shape, x.strides, x.dtype) for x in (q, of_k, of_v, results.out)]
+        known, arrays = options.key(), [(x.shape, x.strides, x.dtype) for x in (q, of_k, of_v, results.out)]
         call = make() if known is None else self.steps.made(("new", known, *arrays), make)
-        call.run(q.address, of_k.address, of_v.address, results.out.address, results.lse_address, seen.seed_word())
+        call.run(q.address, of_k.address, of_v.address, results.out.address, results.lse_address, options.seed_word())
 
     def checked_step(
         self, lengths: list[int], tensors: tuple[Any, ...], options: Options

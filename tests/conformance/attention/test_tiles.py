@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -242,3 +243,13 @@ def test_a_roof_asks_for_tiles_before_it_runs_them(monkeypatch):
     compiling.try_bfloat16.cache_clear()
     with pytest.raises(Asked):
         roof._kernels.__wrapped__(machine.isa_named("amx"), "bf16")
+
+
+def test_instructions_are_tried_where_a_kernel_has_them(monkeypatch):
+    """Not for gradients, which have none; nor where others compute their bits."""
+    tried: list[machine.Isa] = []
+    monkeypatch.setattr(compiling, "try_bfloat16", tried.append)
+    for unit, product in (("amx", "amx_tiles"), ("neonbf16", "odd_pairs")):
+        for isa, kind in itertools.product((unit, f"{unit}-software"), ("forward", "decode", "backward")):
+            compiling.begin_product(SimpleNamespace(product=product, kind=kind, isa=machine.isa_named(isa)))
+    assert [isa.name for isa in tried] == ["amx", "neonbf16", "neonbf16"]

@@ -322,3 +322,12 @@ def test_a_bias_that_is_shared_has_the_bits_of_its_shares(monkeypatch, seed):
     assert broadcast == [(batch, heads, rows, keys)] * (shape != (batch, heads, rows, keys))
     for a, b in zip((*found[:3], *found[3]), (*want[:3], *want[3]), strict=True):
         assert a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def test_terms_of_a_shared_bias_are_zeroed_where_they_lie_in_shares():
+    """Beside a table whose entries have several terms: what a call leaves there, the next one would add."""
+    q, bias = RNG.standard_normal((2, Q_HEADS, 40, 8)).astype(np.float32), sl.table(RNG.standard_normal((40, 40)))
+    options: Any = {"score": [bias, lambda s, b, h, i, j: s + SLOPES[h]]}
+    call = q, q, q, *sl.attention(q, q, q, return_lse=True, **options), q
+    found = [sl.attention_backward(*call, grads=(bias, SLOPES), **options)[3][0] for _ in range(2)]
+    assert found[0].any() and found[0].tobytes() == found[1].tobytes()

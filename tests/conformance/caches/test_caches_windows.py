@@ -123,10 +123,13 @@ def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
 def test_a_chunk_that_fills_a_ring_is_as_its_pieces(one_width, rng, dtype, monkeypatch):
     """The first one is attended to at once, where it lies, and stored as far as the ring still has it."""
     q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1000, 1000, 16, 16)
-    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype, "window": 100}
     alibi = sl.alibi([0.1, 0.2, 0.3, 0.4])
-    for first, counts, seed in ((0, [1000, 1000], 5), (0, [1000, 1000], 6), (0, [1000, 10], 7), (7, [900, 900], 8)):
-        options = {"score": alibi, "dropout": 0.3, "seed": seed}
+    same, base = [1000, 1000], {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype, "window": 100}
+    # of one form: another seed, other strides of out, which is written at once without a score, and another score
+    cases = [(0, same, 0, seed) for seed in (5, 7, 6, 8)]
+    for first, counts, kept, seed in (*cases, (0, same, 70, 8), (0, [1000, 10], 0, 8), (7, [900, 900], 0, 8)):
+        sizes, score = base | {"keep_first": kept}, alibi if seed == 8 else None
+        options = {"score": score, "dropout": 0.3, "seed": seed}
         pieces, whole, stored = (sl.KVCache(**sizes) for _ in range(3))
         want = [pieces.attend(0, *(x[:, :, :first] for x in (q, k, v)), **options)] if first else []
         for n in range(0, 1000, 50):
@@ -136,7 +139,7 @@ def test_a_chunk_that_fills_a_ring_is_as_its_pieces(one_width, rng, dtype, monke
         for cache in (whole, stored) if first else ():
             cache.append(0, k[:, :, :first], v[:, :, :first])
         given = [x[:, :, first : first + max(counts)] for x in (q, k, v)]
-        out = np.zeros_like(given[0])
+        out = np.zeros((2, 4, max(counts), 16 + seed % 2), given[0].dtype)[..., :16]
         with monkeypatch.context() as patch:
             if not first and dtype != "int8" and counts[0] == counts[1]:
                 patch.setattr(CacheStorage, "prepare", fail)
@@ -151,12 +154,17 @@ def test_a_chunk_that_fills_a_ring_is_as_its_pieces(one_width, rng, dtype, monke
             assert [x.tobytes() for part in cache._storage.parts(0, held) for x in part] == parts
 
 
-def test_a_first_chunk_of_another_batch_than_the_ring_is_refused(rng):
-    """Keys of one sequence, which attention() shares among all of q."""
+def test_a_first_chunk_is_refused_as_a_short_one(rng):
+    """Whatever its length, the errors name the cache: never attention()'s options, nor keys that all of q may share."""
     q, k, v = qkv(rng, "float32", 3, 4, 2, 600, 600, 16, 16)
     cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=16, window=100)
-    with pytest.raises(sl.ArgumentError, match="^q: "):
-        cache.attend(0, q, k[:1], v[:1])
+    for wrong in (q, q[:1, :3], q[:1, ..., :5], q[0], q[:1].astype(np.float64)):
+        said = []
+        for n in (100, 600):
+            with pytest.raises(sl.Error, match="^q: .* cache|^q: expected 4 dimensions") as refusal:
+                cache.attend(0, wrong[..., :n, :], k[:1, :, :n], v[:1, :, :n])
+            said.append(str(refusal.value).replace("600", "100"))
+        assert said[0] == said[1]
     assert cache.lengths(0) == (0,)
 
 
