@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import speedlight as sl
-from speedlight.tools.measuring import measured, normal_numbers
+from speedlight.tools.measuring import measure_plan, normal_numbers
 
 
 class Problem(NamedTuple):
@@ -49,4 +49,4 @@ def row_of(asked: Problem, turns: int, names: Iterable[str]) -> dict[str, Any]:
         q_heads=asked.heads, q_len=asked.length, head_dim=asked.head_dim, dtype=asked.dtype,
         causal=asked.causal, backward=asked.backward,
     )  # fmt: skip
-    return {"name": asked.name} | asked._asdict() | measured(plan, {"causal": asked.causal}, turns, names)
+    return {"name": asked.name} | asked._asdict() | measure_plan(plan, {"causal": asked.causal}, turns, names)

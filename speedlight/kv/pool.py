@@ -168,13 +168,14 @@ class PagePool:
         try:
             with self._taking:
                 self._count_dropped()
-                if count > len(free):
+                left = len(free)  # once: other threads may be giving pages back
+                if count > left:
                     raise CacheFull(
-                        f"{wherefore}: {count} pages are needed, {len(free)} of {self.pages} are free. "
-                        f"{'free() or truncate() sequences, or make' if len(free) < self.pages else 'Make'} a pool of "
+                        f"{wherefore}: {count} pages are needed, {left} of {self.pages} are free. "
+                        f"{'free() or truncate() sequences, or make' if left < self.pages else 'Make'} a pool of "
                         "more pages.",
                         count,
-                        len(free),
+                        left,
                     )
                 for _ in range(count):
                     page = free[-1]
