@@ -20,13 +20,13 @@ def shown(x: Any) -> str:
         return f"a value of type {type(x).__name__}"
 
 
-_warned: set[str] = set()
-
-
 def join_words(words: Iterable[str], last: str = "or") -> str:
     """Returns words as a sentence has them: "a, b or c"."""
     *rest, end = words
     return f"{', '.join(rest)} {last} {end}" if rest else end
+
+
+_warned: set[str] = set()
 
 
 def warn_once(what: str, message: str) -> None:

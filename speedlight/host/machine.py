@@ -92,7 +92,7 @@ class Steps(NamedTuple):
     tried: tuple[str, ...] = ()  # kernels before whose first use the order of its instruction's sums is tried
 
 
-# by name; host/tunings.py has a table of the same name
+# by name; host/tunings.py has a row of blockings for each
 PRODUCTS = {
     "fma": Steps(1),
     "pairs": Steps(2, dot=True, title="pairs of bfloat16"),

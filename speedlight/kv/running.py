@@ -39,9 +39,8 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
             )
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
     if len(pieces) > 1 and _are_all_new(storage, query, pieces):
-        totals = pieces[-1].after
-        storage.attend_new(query.q, totals, k, v, query.options, results)
-        storage.put(layer, first.before, totals, k, v)  # of empty sequences
+        storage.attend_new(query.q, k, v, query.options, results)
+        storage.put(layer, first.before, pieces[-1].after, k, v)  # of empty sequences
         return results.returned()
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):

@@ -83,9 +83,10 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
     heads_first = _HEADS_FIRST.get(layout) if type(layout) is str else None
     if heads_first is None or len(tensors) != 3:
         return None
+    rows_at = 2 if heads_first else 1
     q, k, v = tensors
     kind = type(q)
-    if kind is np.ndarray and (q.ndim != 4 or q.shape[2 if heads_first else 1] > _FEW):
+    if kind is np.ndarray and (q.ndim != 4 or q.shape[rows_at] > _FEW):
         return None
     if options.q_start is not None or type(options.causal) is not bool:
         return None
@@ -104,7 +105,7 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
                 return None
             if torch._C._get_tracing_state() is not None:  # sizes are tensors
                 return None
-            if q.dim() == 4 and q.size(2 if heads_first else 1) > _FEW:  # most calls
+            if q.dim() != 4 or q.size(rows_at) > _FEW:  # most calls
                 return None
             if not (q.is_cpu and k.is_cpu and v.is_cpu and q.layout is k.layout is v.layout is torch.strided):
                 return None
@@ -122,12 +123,12 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
             (k_item, k_row, k_head, k_column), (v_item, v_row, v_head, v_column) = of_k, of_v
     except (RuntimeError, ValueError):  # a nested tensor, which has no shape; other numbers of dimensions
         return None
-    if len(shape) != 4 or 0 in shape or not (shape[2 if heads_first else 1] <= _FEW and n == n_v > 0):
+    if 0 in shape or not n == n_v > 0:
         return None
     if options.mask is options.score is None:
         of_options = options.key()
     else:
-        rows = shape[2 if heads_first else 1] if _are_arrays(options) and shape[2 if heads_first else 1] < n else 1
+        rows = shape[rows_at] if shape[rows_at] < n and _are_arrays(options) else 1
         of_options = options.key(lambda x: form_of(x, n, rows))
     if of_options is None:
         return None

@@ -228,14 +228,12 @@ class CacheStorage:
         if lse is not None and part is not None:
             lse.numpy()[rows] = part
 
-    def attend_new(
-        self, q: Array, lengths: list[int], k: np.ndarray, v: np.ndarray, options: Options, results: Results
-    ) -> None:
-        """Attends to a first chunk of these lengths at once, where it lies: pieces of it would each be prepared."""
+    def attend_new(self, q: Array, k: np.ndarray, v: np.ndarray, options: Options, results: Results) -> None:
+        """Attends to a first chunk at once, where it lies: pieces of it would each be prepared."""
         of_k, of_v = (replace(describe(x, name), kind=q.kind) for x, name in ((k, "k"), (v, "v")))
 
         def make() -> Call:
-            stored = self.shape.stored(lengths, hiding=self.ring.mask(options.causal))
+            stored = self.shape.stored([k.shape[2]] * self.batch, hiding=self.ring.mask(options.causal))
             rows, keys = Rows("bhld", q, results.out.strides), Dense("bhld", of_k, of_v)
             return prepare(from_stored(q, stored, options), rows, keys, get_threads(), self.isa)
 
