@@ -43,6 +43,8 @@ def test_the_path_of_a_call(name):
 
 @pytest.fixture
 def ahead(monkeypatch):
+    """The tool, with status words of its own: of devices without numbers no later test can read one."""
+    monkeypatch.setattr(importlib.import_module("speedlight.gpu.launch"), "_status", {})
     monkeypatch.syspath_prepend(str(TOOL.parent))
     return importlib.import_module("gpu_ahead")
 
