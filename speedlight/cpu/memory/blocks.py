@@ -130,14 +130,13 @@ class Coded(Store):
 LARGE_PAGE = 2 << 20  # bytes
 
 
-def reserved(shape: tuple[int, ...]) -> np.ndarray:
+def reserved(shape: tuple[int, ...], *, large: bool) -> np.ndarray:
     """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
-    no memory. Pages are large unless a head, (…, blocks, bytes), has one or more to itself: most of it would be zeroed
-    for nothing where a sequence is short of the capacity.
+    no memory. `large`: on pages of MiB, which are zeroed whole.
     """
     count = math.prod(shape)
     try:
-        memory = pages(count, large=math.prod(shape[-2:]) < LARGE_PAGE // 2)
+        memory = pages(count, large=large)
     except (OSError, OverflowError, ValueError) as error:
         pass_on(error, Exception)
         raise ReservationError(
@@ -150,7 +149,8 @@ def reserved(shape: tuple[int, ...]) -> np.ndarray:
 def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -> tuple[list[Store], list[Store]]:
     """Keys and values of every layer, in an array of blocks of this shape.
 
-    `together`: a block's values follow its keys.
+    `together`: a block's values follow its keys, and all blocks will be used: pages are large. Elsewhere each head has
+    room of its own, most of which is empty where a sequence is short of the capacity.
     """
     kind: type[Store] = Store
     if shape.dtype in CODES:
@@ -163,10 +163,10 @@ def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -
     )
     for keys, values in zip(k, v, strict=True):
         if together:
-            whole = reserved((*blocks, BLOCK * (keys.row + values.row)))
+            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), large=True)
             keys.use(whole)
             values.use(whole, BLOCK * keys.row)
         else:
             for x in (keys, values):
-                x.use(reserved((*blocks, BLOCK * x.row)))
+                x.use(reserved((*blocks, BLOCK * x.row), large=False))
     return k, v
