@@ -9,7 +9,6 @@ hash.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -19,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 os.environ["SPEEDLIGHT_TUNING"] = "0"  # schedules are as they ship
+sys.path.insert(0, str(Path(__file__).with_name("support")))
 
 import ml_dtypes
 import numpy as np
+from problems import CODES, DTYPES, digest
 
 import speedlight as sl
-from speedlight.arrays.dtypes import CODES
 from speedlight.host.machine import isa_named, runnable_isas
 
 FILE = Path(__file__).with_name("golden.json")
-DTYPES = ("float32", "float64", "float16", "bfloat16")
 # q_heads, kv_heads, q_len, k_len, head_dim, value_dim: three vectors of queries, one, a tail of everything, several
 # spans
 SHAPES = {
@@ -51,18 +50,6 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: str, size: float = 2.0) ->
     uniform = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
     values = uniform.reshape(4, count).sum(axis=0) * size / 2
     return values.reshape(shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
-def digest(results: tuple[np.ndarray, ...]) -> str:
-    """Shape, dtype and bits; NaN is one of them, whatever its payload."""
-    total = hashlib.sha256()
-    for x in results:
-        x = np.ascontiguousarray(x)
-        total.update(f"{x.shape} {x.dtype.name}".encode())
-        bits = x.view(f"u{x.dtype.itemsize}").copy()
-        bits[np.isnan(x.astype(np.float64))] = 1
-        total.update(bits.tobytes())
-    return total.hexdigest()[:16]
 
 
 def qkv(dtype: str, shape: tuple[int, ...], batch: int = 1, seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ import re
 import typing
 
 import numpy as np
+import problems
 import pytest
 from conftest import ROOT
 
@@ -95,6 +96,7 @@ def test_words_are_those_that_are_taken():
     assert set(LAYOUTS) <= set(typing.get_args(signatures.Layout))
     name, spelling, *_ = typing.get_args(signatures.Dtype)
     assert typing.get_args(signatures.DtypeName) == typing.get_args(name) == (*DTYPES, *CODES)
+    assert set(DTYPES) == set(problems.DTYPES) and tuple(CODES) == problems.CODES
     assert typing.get_args(spelling) == tuple(SPELLINGS)
     sizes = {"q_heads": 1, "q_len": 1, "head_dim": 8}
     for name in ("layout", "causal", "precision"):

@@ -7,6 +7,7 @@ import json
 import golden
 import pytest
 from conftest import FULL
+from problems import digest
 
 from speedlight.host.machine import current_isa, runnable_isas
 
@@ -21,7 +22,7 @@ def test_bits_are_those_that_are_kept(kind, monkeypatch):
     cases, kept = [x for of, x in CASES if of == kind], json.loads(golden.FILE.read_text())
     some = [x for x in cases if x[0] == "lse near zero"] + cases[:: len(cases) // 6]
     found = {
-        f"{golden.class_of(dtype, UNITS[kind])}: {name}": golden.digest(run())
+        f"{golden.class_of(dtype, UNITS[kind])}: {name}": digest(run())
         for name, dtype, run in (cases if FULL else some)
     }
     assert found == {x: kept[x] for x in found}

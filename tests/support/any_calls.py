@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from forms import FORMS
-from golden import digest
-from problems import CODES, DTYPES, as_numpy, draw_combined, numpy_dtype, qkv, stacked, taken
+from problems import CODES, DTYPES, as_numpy, digest, draw_combined, numpy_dtype, qkv, stacked, taken
 from states import states
 from steps import strided
 
