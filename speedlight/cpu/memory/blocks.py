@@ -130,13 +130,15 @@ class Coded(Store):
 LARGE_PAGE = 2 << 20  # bytes
 
 
-def reserved(shape: tuple[int, ...], *, large: bool) -> np.ndarray:
+def reserved(shape: tuple[int, ...], *, filled: bool = False) -> np.ndarray:
     """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
-    no memory. `large`: on pages of MiB, which are zeroed whole.
+    no memory. Pages are large where all bytes will be `filled`, or where heads, (…, blocks, bytes), share them and are
+    too much for caches of the CPU: elsewhere most of one would be zeroed for nothing where a sequence is short of the
+    capacity.
     """
-    count = math.prod(shape)
+    count, head = math.prod(shape), math.prod(shape[-2:])
     try:
-        memory = pages(count, large=large)
+        memory = pages(count, large=filled or (head < LARGE_PAGE // 2 and count > 8 * LARGE_PAGE))
     except (OSError, OverflowError, ValueError) as error:
         pass_on(error, Exception)
         raise ReservationError(
@@ -149,8 +151,7 @@ def reserved(shape: tuple[int, ...], *, large: bool) -> np.ndarray:
 def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -> tuple[list[Store], list[Store]]:
     """Keys and values of every layer, in an array of blocks of this shape.
 
-    `together`: a block's values follow its keys, and all blocks will be used: pages are large. Elsewhere each head has
-    room of its own, most of which is empty where a sequence is short of the capacity.
+    `together`: a block's values follow its keys, and all blocks will be used.
     """
     kind: type[Store] = Store
     if shape.dtype in CODES:
@@ -163,10 +164,10 @@ def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -
     )
     for keys, values in zip(k, v, strict=True):
         if together:
-            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), large=True)
+            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), filled=together)
             keys.use(whole)
             values.use(whole, BLOCK * keys.row)
         else:
             for x in (keys, values):
-                x.use(reserved((*blocks, BLOCK * x.row), large=False))
+                x.use(reserved((*blocks, BLOCK * x.row)))
     return k, v

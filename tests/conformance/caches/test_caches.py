@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import pickle
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -233,3 +236,22 @@ def test_copies_are_independent_and_pickles_are_refused(rng):
             with pytest.raises(sl.UnsupportedError, match=f"^{told}"):
                 pickle.dumps(x, protocol)
     check_accounts(pool, [sequence])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_short_sequences_take_little_memory(rng):
+    """16 of 2,048 tokens; on pages of MiB each cache would take 8 MiB."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    def filled():
+        cache = sl.KVCache(layers=1, batch=1, kv_heads=8, head_dim=64, capacity=2048)
+        cache.append(0, k, k)
+        return cache
+
+    k = rng.standard_normal((1, 8, 16, 64), dtype=np.float32)
+    filled()
+    before = resident()
+    caches = [filled() for _ in range(8)]
+    assert resident() - before < 8 << 20 and caches[7].length(0) == 16
