@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -320,6 +320,18 @@ def new_totals(
                 free,
             )
     return [a + b for a, b in zip(lengths, counts, strict=True)]
+
+
+def check_pages_left(name: str, way: str, lengths: Sequence[int], counts: Sequence[int], capacity: int) -> None:
+    """Raises CacheFull where sequences of these lengths, named by `name`, have no room for so many new tokens."""
+    for item, (n, more) in enumerate(zip(lengths, counts, strict=True)):
+        if n + more > capacity:
+            raise CacheFull(
+                f"{name}: sequence {item} has {n} keys, {more} new ones need room, {capacity - n} of {capacity} are "
+                f"free. {way}.",
+                more,
+                capacity - n,
+            )
 
 
 def cache_sizes(

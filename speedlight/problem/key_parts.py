@@ -174,7 +174,7 @@ def needed(whole: Stated, rows: Runs, keys: range, unit: int) -> range | None:
     low, high = len(keys), 0
     for q in rows:
         for part in parts_of(whole, q, keys, tokens(rows)):
-            for item in _distinct(part.problem):
+            for item, *_ in part.problem.kinds(1):
                 seen = _seen(part.problem, item, unit)
                 if seen is not None:
                     at = 0 if part.k_first is None else part.k_first[item]
@@ -182,15 +182,6 @@ def needed(whole: Stated, rows: Runs, keys: range, unit: int) -> range | None:
     if low >= high:
         return None
     return keys[low // unit * unit : min(-(-high // unit) * unit, len(keys))]
-
-
-def _distinct(p: Problem) -> list[int]:
-    """One of every kind of items that a mask cannot tell apart."""
-    by_item = True in [x is not None and "b" in x.root.uses for x in (p.mask, p.score)]
-    kinds: dict[Any, int] = {}
-    for item, key in enumerate(zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True)):
-        kinds.setdefault((key, item if by_item else 0), item)
-    return list(kinds.values())
 
 
 def _seen(p: Problem, item: int, unit: int) -> tuple[int, int] | None:
