@@ -105,6 +105,11 @@ def tokens(runs: Runs) -> int:
     return sum(map(len, runs))
 
 
+def counts_of(run: range, lengths: Iterable[int]) -> tuple[int, ...]:
+    """Returns how many positions of a run lie in items of each of these lengths."""
+    return tuple([len(range(run.start, min(run.stop, n), run.step)) for n in lengths])
+
+
 def cut(runs: Runs, most: int) -> Runs:
     """Runs in pieces of at most so many positions."""
     return tuple(run[at : at + most] for run in runs for at in range(0, len(run), most))
