@@ -1,4 +1,4 @@
-# Everything here sets up what it needs in .venv first.
+# Everything here sets up what it needs in .venv first. A target's comment stands right above it: `make help` prints it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -7,8 +7,11 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
+.PHONY: help demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
 .PHONY: release-check check-arm check-amx predict gpu-check gpu clean
+
+help:
+	@awk '/^# / {about = about substr($$0, 2); next} /^[a-z-]+:/ && about {printf "%-14s%s\n", $$1, about} {about = ""}' Makefile
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
@@ -41,19 +44,23 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
+# attention of a saved layer, checked, and a picture of its weights, in build
 demo: $(VENV)/.cli
 	mkdir -p build
 	$(BIN)/speedlight attend examples/minilm-layer3.safetensors --check -o build/demo.safetensors
 	$(BIN)/speedlight view examples/minilm-layer3.safetensors --head 0 --head 3 --head 7 --span 0:42 \
 		--labels examples/minilm-tokens.txt -o build/demo.png
 
+# ruff: rules and format
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# pyright
 types: $(VENV)/.test
 	$(BIN)/pyright
 
+# the tests of every change, without lint and types
 suite: $(VENV)/.test
 	$(RUN) -m pytest -n auto -m "not slow"
 
@@ -76,14 +83,15 @@ test-lowest:
 	build/lowest/bin/python -m pytest -n auto -m "not slow" $(SMOKE) \
 		tests/adapters/jax tests/adapters/flash_attn tests/adapters/torch
 
+# every test, also slow and long ones, after the site
 test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
 
-# lines of the package that no test of the short run reaches, file by file; of some tests: make coverage TESTS=tests/docs
 TESTS ?= tests
 # a signal in its own code would leave coverage locked
 SIGNALS := tests/robustness/test_interrupts.py tests/robustness/test_signals.py
 
+# lines of the package that no test of the short run reaches, file by file; of some tests: make coverage TESTS=tests/docs
 coverage: $(VENV)/.coverage
 	rm -rf build/coverage
 	mkdir -p build/coverage
@@ -106,6 +114,7 @@ scaling: $(VENV)/.cli
 mutations: $(VENV)/.test
 	$(RUN) tests/mutations.py
 
+# every row of benchmarks/results again, on this machine: half an hour or more
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py
 
@@ -147,11 +156,13 @@ gpu-check: $(VENV)/.test
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(GPU_TESTS)
 	$(RUN) tools/gpu_ahead.py
 
+GPU_TURNS ?= 5
+
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
 # (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Ten minutes, then the benchmark
-GPU_TURNS ?= 5
 gpu:
 	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) $(GPU_TESTS)
 
+# removes .venv and what was built
 clean:
 	rm -rf $(VENV) build dist *.egg-info

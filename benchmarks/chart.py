@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from speedlight.calls.pictures import pyplot
 
@@ -31,12 +30,8 @@ FIGURES = (
 )
 
 
-class Bar(NamedTuple):
-    """A problem: how many times as long the fastest other library takes as speedlight, and which that is."""
-
-    text: str
-    ratio: float
-    peer: str
+# of families of CPUs, in the order of their first bars
+COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 
 
 def median_of(ratio: Any) -> float:
@@ -50,35 +45,47 @@ def best_peer(row: dict[str, Any]) -> tuple[float, str]:
     return min((median_of(x), PEERS[name]) for name, x in found.items() if name in PEERS)
 
 
-def bars(reports: list[dict[str, Any]]) -> Iterator[Bar]:
-    """Yields the README's problems that these reports have; of a row in several, the last report's."""
-    rows = {row["name"]: row for report in reports for row in report["rows"]}
-    yield from (Bar(text, *best_peer(rows[name])) for name, text in FIGURES if name in rows)
+def family_of(report: dict[str, Any]) -> str:
+    """Names a family of CPUs; of Intel's those that have tiles apart."""
+    return "Intel with AMX" if report["isa"] == "amx" else report["family"]
 
 
-def chart(report: dict[str, Any], others: list[dict[str, Any]], path: Path) -> None:
-    """Draws bars of a report and others of its family, legible at a phone's width; the file keeps their figures."""
-    plt, some = pyplot(), list(bars([*(x for x in others if x["family"] == report["family"]), report]))
-    figure, axes = plt.subplots(figsize=(5, 1.3 + 0.56 * len(some)), layout="constrained")
+def compared(reports: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yields the problems that a reader compares first, each with every report that has it, and the row there."""
+    for name, text in FIGURES:
+        for report in reports:
+            yield from ((text, report, row) for row in report["rows"] if row["name"] == name)
+
+
+def chart(reports: list[dict[str, Any]], path: Path) -> None:
+    """Draws a bar for each problem and family of CPUs, legible at a phone's width; the file keeps their figures."""
+    plt, problems = pyplot(), [*compared(reports)]
+    families = {family_of(x): f"{x.get('cores') or x['threads']} cores, {x['isa']}" for _, x, _ in problems}
+    bars = [(text, family_of(report), *best_peer(row)) for text, report, row in problems]
+    colours = dict(zip(families, COLOURS, strict=False))
+    figure, axes = plt.subplots(figsize=(5, 1.9 + 0.27 * len(bars) + 0.3 * len(FIGURES)), layout="constrained")
+    widest, y, last = max(ratio for *_, ratio, _ in bars), 0.0, ""
+    here: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 11}
+    for text, family, ratio, peer in bars:
+        if text != last:
+            axes.annotate(text, (0, y + 0.2), xytext=(3, 0), **here)
+            y, last = y + 1.2, text
+        axes.barh(y, ratio, height=0.9, color=colours[family], zorder=1)
+        axes.annotate(f"{ratio:.2f} x", (ratio, y), xytext=(-4, -1), ha="right", color="white", weight="bold", **here)
+        axes.annotate(f"than {peer}", (ratio, y), xytext=(4, -1), **here)
+        y += 1
     axes.axvspan(0, 1, color="#e4e4e4", linewidth=0, zorder=0)
-    for y, x in enumerate(some):
-        axes.barh(y, x.ratio, height=0.42, color="#0072b2", zorder=1)
-        here: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 11}
-        axes.annotate(x.text, (0, y - 0.37), xytext=(3, 0), **here)
-        axes.annotate(
-            f"{x.ratio:.2f} x", (x.ratio, y), xytext=(-4, -1), ha="right", color="white", weight="bold", **here
-        )
-        axes.annotate(f"than {x.peer}", (x.ratio, y), xytext=(4, -1), **here)
-    axes.set_ylim(len(some) - 0.6, -0.85)
-    axes.set_xlim(0, max(x.ratio for x in some) * 1.47)
+    axes.set_ylim(y - 0.3, -0.4)
+    axes.set_xlim(0, widest * 1.3)
     axes.set_yticks([])
     axes.set_xticks([0, 1], ["", "1 = as fast as\nthat library"], fontsize=10)
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    machine = f"{report['machine']} ({report['family']}), {report['cores']} cores, {report['isa']}"
     what = "Times faster than the fastest of\nPyTorch, FlexAttention, ONNX Runtime, OpenVINO"
     figure.suptitle(what, fontsize=12.5, x=0.02, ha="left")
-    axes.set_title("\n".join(textwrap.wrap(machine, 64)), fontsize=9.5, loc="left", color="#555555")
-    figure.savefig(path, dpi=170, metadata={"Figures": json.dumps(some)})
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[x]) for x in families]
+    names = [f"{family}: {what}" for family, what in families.items()]
+    figure.legend(handles, names, fontsize=10, frameon=False, loc="outside lower left")
+    figure.savefig(path, dpi=170, metadata={"Figures": json.dumps(bars)})
     plt.close(figure)

@@ -1,10 +1,10 @@
 """Writes tables and pictures from the rows of machines: python benchmarks/table.py [benchmarks/results/<machine>.json]
 
 Every row goes to docs/benchmarks.md, a part for each machine; eight problems, a line for each family of CPUs, and
-programs, a column for each, to docs/performance.md; four programs to the README. Pictures are of the file that is
-named, else of the last by name. A machine that is not at hand keeps its last rows, with their commits. Gradients have a
-file for each machine in results/backward, of `speedlight bench --backward -o`; whole models in results/models, of
-`run.py models -o`.
+programs, a column for each, to docs/performance.md; four programs to the README, whose picture has the eight problems.
+The roofline is of the file that is named, else of the last by name. A machine that is not at hand keeps its last rows,
+with their commits. Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`;
+whole models in results/models, of `run.py models -o`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from chart import FIGURES, best_peer, chart, median_of
+from chart import best_peer, chart, compared, family_of, median_of
 from pictures import model_bars, roofline
 
 ROOT = Path(__file__).parent.parent
@@ -125,11 +125,7 @@ def backward_table(paths: list[Path]) -> str:
 def figures(reports: list[dict[str, Any]]) -> str:
     """Returns the table of problems that a reader compares first, a line for each family that has them."""
     rows = [
-        (text, family_of(report), *cells_of(row), against(*best_peer(row)))
-        for name, text in FIGURES
-        for report in reports
-        for row in report["rows"]
-        if row["name"] == name
+        (text, family_of(report), *cells_of(row), against(*best_peer(row))) for text, report, row in compared(reports)
     ]
     machines = "; ".join(dict.fromkeys(map(machine_of, reports)))
     lines = [f"{machines}. 8 heads of 128 where nothing else is said; heads of the window have 64.", ""]
@@ -177,7 +173,7 @@ def gains(models: list[dict[str, Any]]) -> str:
     rows = [(text, *(cells_of_gain(report, name) for report in some)) for name, text in GAINS]
     torch = ", ".join(dict.fromkeys(report["versions"]["torch"].partition("+")[0] for report in some))
     machines = "; ".join(map(machine_of, some))
-    lines = markdown(("program", *(report["family"] for report in some)), (x for x in rows if {*x[1:]} != {"–"}))
+    lines = markdown(("program", *map(family_of, some)), (x for x in rows if {*x[1:]} != {"–"}))
     return "\n".join([*lines, "", f"{machines}; PyTorch {torch}."]) + "\n"
 
 
@@ -200,12 +196,7 @@ def programs(models: list[dict[str, Any]]) -> str:
     found = [{row["name"]: row for row in report["rows"] if "ratios" in row} for report in models]
     names = [x for start in PROGRAMS for x in dict.fromkeys(y for of in found for y in of) if x.startswith(start)]
     rows = ((name.removesuffix(", float32"), *(gain_of(of.get(name)) for of in found)) for name in names)
-    return "\n".join(markdown(("program", *(report["family"] for report in models)), rows)) + "\n"
-
-
-def family_of(report: dict[str, Any]) -> str:
-    """Names a family of CPUs; of Intel's those that have tiles apart."""
-    return "Intel with AMX" if report["isa"] == "amx" else report["family"]
+    return "\n".join(markdown(("program", *map(family_of, models)), rows)) + "\n"
 
 
 def gain_of(row: dict[str, Any] | None) -> str:
@@ -257,7 +248,7 @@ def main() -> None:
         model_bars(json.loads(report.read_text()), PICTURES / f"models-{report.stem}.png")
     for report in gradients:
         roofline(json.loads(report.read_text()), PICTURES / f"backward-{report.stem}.png")
-    chart(data, [*reports, *whole], PICTURES / "best-peer.png")
+    chart([*reports, *whole], PICTURES / "best-peer.png")
     rows = [row for row in data["rows"] if "bytes_moved" in row and row["part"] == "prefill"]
     roofline(data | {"threads": data["cores"], "rows": rows}, PICTURES / "roofline.png")
 

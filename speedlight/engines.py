@@ -123,9 +123,10 @@ def is_on_gpu(engine: Any, q: Array) -> bool:
             f"{q.name}: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use {_as_torch(q)}.cpu()."
         )
     if engine == "cuda" and q.device == "cpu" and not (interpreting() and q.kind == "torch"):
+        narrow, way = (".float()", ", or leave engine out: GPUs take no float64") if q.dtype == "float64" else ("", "")
         raise ArgumentError(
             f"{q.name}: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. "
-            f"Use {_as_torch(q)}.cuda()."
+            f"Use {_as_torch(q)}{narrow}.cuda(){way}."
         )
     return q.device != "cpu" or engine == "cuda"
 

@@ -14,7 +14,7 @@ from ..host.forks import importing
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
 STORAGE_BYTES = dict(DTYPES.values())
 # other libraries' names, for which errors say ours
-ELSEWHERE = {
+THEIR_DTYPES = {
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
     "bf16": "bfloat16",
     **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),

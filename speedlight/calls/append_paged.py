@@ -12,9 +12,9 @@ from ..arrays.array import describe
 from ..arrays.dtypes import conversion
 from ..arrays.memory import Array, overlap, overlaps_itself
 from ..arrays.torch_tensors import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, CacheFull
+from ..errors import ArgumentError, ArgumentTypeError
 from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
-from ..problem.checks import check_layout, new_counts, packed_counts
+from ..problem.checks import check_layout, check_pages_left, new_counts, packed_counts
 from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, public
 from ..problem.problem import LAYOUTS, our_layout
 from ..problem.results import tell_written
@@ -88,9 +88,11 @@ def append_paged(
     table = block_table_of(block_table)
     _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
     counts = _counts(new_lengths, ours, len(table), new_k)
-    before, after = _check_room(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
+    capacity = table.shape[1] * pages_k.shape[1]
+    before = page_lengths(k_lengths, len(table), capacity)
+    check_pages_left("k_lengths", "Give block_table more pages", before, counts, capacity)
     _check_places(table, before, counts, pages_k)
-    now = _convert_lengths(k_lengths, after)
+    now = _convert_lengths(k_lengths, [a + b for a, b in zip(before, counts, strict=True)])
     for x in pages:
         tell_written(x)
     engines.of("cuda" if on_gpu else "cpu").append(pages, new, ours, table, list(before), counts)
@@ -149,20 +151,6 @@ def _counts(new_lengths: Any, layout: str, batch: int, k: Array) -> list[int]:
     if layout == "lhd":
         return packed_counts("new_lengths", new_lengths, batch, n_new)
     return new_counts(new_lengths, batch, n_new)
-
-
-def _check_room(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tuple[tuple[int, ...], list[int]]:
-    """Returns the keys of each sequence before and after, and raises CacheFull where its row has too few pages."""
-    before = page_lengths(k_lengths, batch, capacity)
-    for item, (n, more) in enumerate(zip(before, counts, strict=True)):
-        if n + more > capacity:
-            raise CacheFull(
-                f"k_lengths: sequence {item} has {n} keys, {more} new ones need room, {capacity - n} of {capacity} are "
-                "free. Give block_table more pages.",
-                more,
-                capacity - n,
-            )
-    return before, [a + b for a, b in zip(before, counts, strict=True)]
 
 
 def _check_places(table: np.ndarray, before: tuple[int, ...], counts: list[int], pages: Array) -> None:

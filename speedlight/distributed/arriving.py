@@ -9,7 +9,7 @@ import torch
 
 from ..problem.shardings import Runs, places
 from .groups import Message, Peers
-from .rounds import Schedule, Step, Transfer
+from .rounds import Schedule, Step, Transfer, is_within
 from .tensors import Memory, contiguous, mmap_empty, pieces
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -99,7 +99,7 @@ class Arrivals:
             place.copy_(part)
         self.current = tensors
         owner, keys = step.fragments[0]
-        if [x for x in self.relays if x.round > step.round and x.owner == owner and _within(x.keys, keys)]:
+        if [x for x in self.relays if x.round > step.round and x.owner == owner and is_within(x.keys, keys)]:
             self.held[owner, keys.start] = keys, tensors
         return tensors
 
@@ -146,8 +146,8 @@ class Arrivals:
     def _relayed(self, x: Transfer) -> tuple[Tensors, Tensors]:
         """Views of some keys that came, and all that came with them."""
         for at, (keys, tensors) in list(self.held.items()):
-            if at[0] == x.owner and _within(x.keys, keys):
-                if not [y for y in self.relays if y.round > x.round and y.owner == x.owner and _within(y.keys, keys)]:
+            if at[0] == x.owner and is_within(x.keys, keys):
+                if not [y for y in self.relays if y.round > x.round and y.owner == x.owner and is_within(y.keys, keys)]:
                     del self.held[at]
                 first = (x.keys.start - keys.start) // keys.step
                 return tuple([t.narrow(self.own.dim, first, len(x.keys)) for t in tensors]), tensors
@@ -176,10 +176,6 @@ def _of(messages: list[Message], given: list[Any]) -> list[Message]:
 
 def _what(x: Transfer) -> str:
     return f"with keys {x.keys.start} to {x.keys.stop - 1} in step {x.round}"
-
-
-def _within(part: range, keys: range) -> bool:
-    return keys.start <= part.start and part.stop <= keys.stop
 
 
 def tag(turn: int, n: int) -> int:

@@ -114,7 +114,8 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
             form = form_of(known.options, given.described(arrays, known.options.layout))
     except Exception as found:  # of functions that are traced, too
         error = found
-    sizes = given.exchanged(form, arrays, known.options.layout, error)
+    own = tuple([x.shape[LAYOUTS[known.options.layout][-2]] for x in arrays[:2]]) or (0, 0)
+    sizes = agree_over_mesh(given.peers, form, own, error)
     with given.peers.underway(Error):
         with torch.no_grad():  # tables that are followed are read here
             sharded = given.sharded(known, arrays, sizes)
@@ -239,15 +240,8 @@ class Given(NamedTuple):
             found[x.name] = f"{x.dtype} ({shape}){where}{' that requires grad' if followed else ''}"
         return found
 
-    def exchanged(
-        self, form: dict[str, str], arrays: tuple[Array, ...], layout: str, error: Exception | None
-    ) -> list[tuple[int, ...]]:
-        """Lengths of q and k of every process, in the order of ranks."""
-        dim = LAYOUTS[layout][-2] if arrays else 0
-        return agree_over_mesh(self.peers, form, tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0), error)
-
     def sharded(self, known: Followed, arrays: tuple[Array, ...], sizes: list[tuple[int, ...]]) -> Sharded:
-        """The problem of the whole sequence, and who holds what of it."""
+        """The problem of the whole sequence, and who holds what of it; sizes: every process's lengths of q and k."""
         options = known.unfollowed
         dim, totals = LAYOUTS[options.layout][-2], [sum(x) for x in zip(*sizes, strict=True)]
         held = []

@@ -27,7 +27,7 @@ def form_of(options: Options, more: dict[str, str]) -> dict[str, str]:
     found = dict(more)
     for name, x in options._asdict().items():
         if x is not None and x is not _DEFAULTS[name]:
-            found[name] = _value(name, x) if name not in ("mask", "score") else ", ".join(_said(name, x))
+            found[name] = _value(name, x)
     return found
 
 
@@ -48,17 +48,15 @@ def _bytes(x: Any) -> bytes:
 
 
 def _value(name: str, x: Any) -> str:
+    if name in ("mask", "score"):  # a function is an expression by now
+        each = [_expressed(y) if isinstance(y, Expression) else _entries(_table(y, name)) for y in _each(name, x)]
+        return ", ".join(each)
     if is_tensor(x) and x.requires_grad:
         return f"a tensor that requires grad: {_value(name, x.detach())}"
     if name in _LISTS and not is_one(x):
         values = listed(x, name, "numbers")
         return repr(values) if len(values) <= 16 else f"{len(values)} numbers ({_digest(repr(values).encode())})"
     return repr(x)
-
-
-def _said(name: str, x: Any) -> list[str]:
-    """Returns the text of a mask, or of each score: a function is an expression by now."""
-    return [_expressed(one) if isinstance(one, Expression) else _entries(_table(one, name)) for one in _each(name, x)]
 
 
 def _expressed(x: Expression) -> str:

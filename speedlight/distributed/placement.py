@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import CacheFull
+from ..problem.checks import new_totals
 
 
 class Run(NamedTuple):
@@ -128,15 +129,9 @@ def room(capacity: int, ranks: int, piece: int) -> int:
 
 def check_room(layer: int, old: Sequence[Placement], new: Sequence[Placement], capacity: int, most: int) -> None:
     """Raises unless sequences fit, as a whole and on every rank."""
+    lengths = [x.length for x in old]
+    new_totals(layer, lengths, [x.length - n for x, n in zip(new, lengths, strict=True)], capacity)
     for item, (before, after) in enumerate(zip(old, new, strict=True)):
-        n, free = after.length - before.length, capacity - before.length
-        if n > free:
-            raise CacheFull(
-                f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {capacity} are free. "
-                f"{'truncate() it, or make' if before.length else 'Make'} a cache of larger capacity.",
-                n,
-                free,
-            )
         for rank, count in enumerate(after.counts):
             if count > most:
                 had = before.counts[rank]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..problem.build import Stated
 from ..problem.key_parts import KeyPart, needed, parts_of
 from ..problem.problem import SPAN, TILE
-from ..problem.shardings import Runs, cut, tokens
+from ..problem.shardings import Runs, cut, tokens, travelling
 from . import rounds
 from .rounds import Schedule, Step
 
@@ -81,13 +81,11 @@ def schedule_of(sharded: Sharded, *, exact: bool) -> Schedule:
             cache[key] = needed(sharded.whole, sharded.q[rank], piece, unit)
         return cache[key]
 
-    ranks, most = len(sharded.k), max([tokens(x) for x in sharded.k], default=0)
     if exact:
-        length = sum(map(tokens, sharded.k))
+        ranks, length = len(sharded.k), sum(map(tokens, sharded.k))
         chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))
         return rounds.ascending(cut((range(length),), chunk), sharded.k, wanted)
-    half = _up(-(-most // 2), SPAN if most > 2 * SPAN else 1)  # Arrivals has two or three of them
-    return rounds.ring(tuple([cut(x, max(1, half if ranks > 1 else most)) for x in sharded.k]), wanted)
+    return rounds.ring(travelling(sharded.k), wanted)  # of whose pieces Arrivals has two or three
 
 
 def _parts(whole: Stated, q: range, keys: range, rows: int) -> tuple[KeyPart, ...]:

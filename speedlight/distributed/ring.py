@@ -22,7 +22,7 @@ from ..problem.gradients import Given, asked
 from ..problem.key_parts import KeyPart, Turn, finishing, of_heads, turns_of
 from ..problem.operands import Dense, Operands, Rows
 from ..problem.problem import LAYOUTS, Problem
-from ..problem.shardings import Runs, places, tokens
+from ..problem.shardings import Runs, counts_of, places, tokens
 from .arriving import Arrivals, GradientReturns, LocalKeys
 from .groups import Peers
 from .plans import Plan, Sharded, Work
@@ -52,10 +52,9 @@ class RankContext(NamedTuple):
     def own(self, *tensors: torch.Tensor) -> LocalKeys:
         return LocalKeys(tensors, self.sharded.k[self.peers.rank], self.dim)
 
-    def queries(self, run: int) -> list[int]:
+    def queries(self, run: int) -> tuple[int, ...]:
         """Returns how many rows of a run each item has."""
-        q, lengths = self.runs[run], self.sharded.whole.problem.q_lengths
-        return [len(range(q.start, min(q.stop, n), q.step)) for n in lengths]
+        return counts_of(self.runs[run], self.sharded.whole.problem.q_lengths)
 
     @contextlib.contextmanager
     def noting(self) -> Any:
@@ -145,11 +144,10 @@ class _States:
 
     def finish(self, runs: tuple[int, ...], keys: tuple[Array, Array], begins: bool) -> None:
         """Ends rows that no part of the keys ends."""
+        whole = self.here.sharded.whole
         for run in runs:
-            part = finishing(self.here.sharded.whole, self.out.shape[self.here.dim])
-            rows = len(self.here.runs[run])
-            lengths = (rows,) if part.q_first else tuple([min(rows, n) for n in self.here.queries(run)])
-            part = part._replace(problem=replace(part.problem, q_lengths=lengths))
+            lengths = self.here.queries(run) if whole.cu_q is None else (len(self.here.runs[run]),)
+            part = finishing(whole, self.out.shape[self.here.dim], lengths)
             self.run(self.call_of(part, keys, ("finish", run)), keys, run, begins, True)
 
 

@@ -63,7 +63,7 @@ def ring(pieces: tuple[Runs, ...], needed: Needed) -> Schedule:
                 turn = distance * most + i
                 steps[rank].append(Step(turn, keys, ((owner, keys),)))
                 if distance:
-                    relayed = before != owner and _covers(wanted[before][owner][i], keys)
+                    relayed = before != owner and is_within(keys, wanted[before][owner][i])
                     transfers.append(Transfer(turn, before if relayed else owner, rank, owner, keys, relayed))
     return Schedule(tuple(map(tuple, steps)), tuple(transfers))
 
@@ -94,5 +94,5 @@ def fragments_of(held: tuple[Runs, ...], keys: range) -> tuple[tuple[int, range]
     return tuple(sorted(found, key=lambda x: x[1].start))
 
 
-def _covers(keys: range | None, part: range) -> bool:
+def is_within(part: range, keys: range | None) -> bool:
     return keys is not None and keys.start <= part.start and part.stop <= keys.stop

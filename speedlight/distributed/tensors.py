@@ -169,11 +169,6 @@ class Exchange(NamedTuple):
             tensor = strided_slice(tensor, run, axis)
         return tensor
 
-    @property
-    def reversed(self) -> Exchange:
-        """The exchange that begins with what is wanted."""
-        return self._replace(held=self.wanted, wanted=self.held)
-
 
 def resharding(peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...], dim: int) -> Exchange:
     """The way from one sharding to another; a position may be wanted by several processes, whose gradients add up."""

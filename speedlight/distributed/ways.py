@@ -134,7 +134,8 @@ class Execution(NamedTuple):
         """Tokens of own heads against keys that travel round the ring, if there are several in it."""
         whole = self.sharded.whole
         split = split_of(whole.problem.q_heads, whole.problem.kv_heads, heads.ranks)
-        rows, keys = (_by_rows(x, ring.ranks, heads.ranks) for x in (self.sharded.q, self.sharded.k))
+        begins = range(0, ring.ranks * heads.ranks, heads.ranks)  # of the mesh's rows
+        rows, keys = ([x[n : n + heads.ranks] for n in begins] for x in (self.sharded.q, self.sharded.k))
         axes = LAYOUTS[self.layout][-3:-1]
         of_q = _between_heads(heads, rows[ring.rank], split.q, axes, whole.problem.q_heads)
         of_k = _between_heads(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
@@ -142,7 +143,7 @@ class Execution(NamedTuple):
         joint = Sharded(own, *(tuple([whole_of(x) for x in each]) for each in (rows, keys)))
         (q,) = exchange((of_q,), q)
         out, lse = self._core(ring, joint, q, k, v, of_k, (split.q[heads.rank] or (0,))[0])
-        of_out = of_q.reversed
+        of_out = of_q._replace(held=of_q.wanted, wanted=of_q.held)
         out, lse = exchange((of_out, of_out._replace(axes=(lse.ndim - 2, lse.ndim - 1))), out, self._followed(lse))
         return out, lse
 
@@ -181,8 +182,3 @@ def _between_heads(peers: Peers, held: tuple[Runs, ...], heads: Heads, axes: tup
     own = [((range(number),), runs) for runs in held]
     every = [(joined([range(h, h + 1) for h in some]), whole_of(held)) for some in heads]
     return Exchange(peers, tuple(own), tuple(every), axes, sum(map(len, heads)) > number, "with its heads")
-
-
-def _by_rows(held: tuple[Runs, ...], rows: int, columns: int) -> list[tuple[Runs, ...]]:
-    """Returns, for each row of a mesh, what its processes hold."""
-    return [held[row * columns : (row + 1) * columns] for row in range(rows)]

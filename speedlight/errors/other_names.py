@@ -369,7 +369,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     }.items()
     for name in names.split()
 }
-# of a package: names that are elsewhere
+# of a package or a class: names that are elsewhere
 ELSEWHERE = {
     "speedlight": _by_name(
         {
@@ -387,7 +387,14 @@ ELSEWHERE = {
             "paged_attention PagedAttention": "use attention_paged()",
             "rope apply_rotary_emb apply_rotary_pos_emb": "use rotary()",
         }
-    )
+    ),
+    "KVCache": _by_name(
+        {
+            "get_seq_length get_mask_sizes get_max_cache_shape is_compileable is_initialized max_cache_len update "
+            "early_initialization reorder_cache crop": "a model of transformers takes "
+            "speedlight.transformers.Cache(config)"
+        }
+    ),
 }
 LAYOUTS = _by_name(
     {

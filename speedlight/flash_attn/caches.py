@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ArgumentError, ArgumentTypeError, CacheFull, Table, UnsupportedError, expression, rotary
+from .. import ArgumentError, ArgumentTypeError, Table, UnsupportedError, expression, rotary
 from ..adapting import check_flag, integer
 from ..problem.block_tables import page_numbers
-from ..problem.checks import is_one, item_lengths, listed, packed_lengths
+from ..problem.checks import check_pages_left, is_one, item_lengths, listed, packed_lengths
 from .options import check_apart, check_tensors
 from .sequences import PageNames, Side, attend, attend_pages
 
@@ -58,7 +58,8 @@ def attend_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor | N
     capacity = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     before = _count_before(cache, new, batch, capacity)
     counts = _count_new(new, batch)
-    _check_room(cache, before, counts, capacity)
+    way = "Make k_cache and v_cache longer" if cache.table is None else f"Give {cache.table_name} more pages"
+    check_pages_left("cache_seqlens", way, before, counts, capacity)
     options = _hide_left(cache, before, capacity, options)
     after = [a + b for a, b in zip(before, counts, strict=True)]
     queries = Side("q", offsets)
@@ -228,18 +229,6 @@ def _count_new(new: New, batch: int) -> tuple[int, ...]:
     if new.offsets is not None:
         return packed_lengths(new.offsets, new.k.shape[0], batch)
     return (new.k.shape[1],) * batch
-
-
-def _check_room(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], capacity: int) -> None:
-    way = "Make k_cache and v_cache longer" if cache.table is None else f"Give {cache.table_name} more pages"
-    for item, (n, more) in enumerate(zip(before, counts, strict=True)):
-        if n + more > capacity:
-            raise CacheFull(
-                f"cache_seqlens: sequence {item} has {n} keys, {more} new ones need room, {capacity - n} of {capacity} "
-                f"are free. {way}.",
-                more,
-                capacity - n,
-            )
 
 
 def _hide_left(cache: Cache, before: tuple[int, ...], capacity: int, options: dict[str, Any]) -> dict[str, Any]:

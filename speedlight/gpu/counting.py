@@ -65,10 +65,8 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
 
 def _tiles(p: Problem, rows: int, keys: int, pack: int) -> tuple[int, int, int, int]:
     """Tiles visible as a whole, mixed and skipped, and pairs computed, of all blocks of rows."""
-    expressions = [x for x in (p.mask, p.score) if x is not None]
-    hiding = may_hide(*p.roots)
-    uses = frozenset().union(*(x.root.uses for x in expressions)) if hiding else frozenset()
-    heads = p.q_heads // pack
+    hiding, heads = may_hide(*p.roots), p.q_heads // pack
+    uses = p.uses if hiding else frozenset()
     totals, followed = np.zeros(4, dtype=object), integers_of(p).followed
     for item in range(p.batch):
         for head in range(heads if "h" in uses else 1):

@@ -189,7 +189,7 @@ def classes_of(p: Problem, uploads: Uploads, grid: Grid, device: torch.device) -
 
 
 def _classify(p: Problem, program: Program, grid: Grid, device: torch.device) -> Classes:
-    uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
+    uses = p.uses
     differ = "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1
     items, heads = p.batch if differ else 1, p.q_heads // grid.pack if "h" in uses else 1
     blocks, chunks = -(-max(p.q_lengths) * grid.pack // grid.rows), -(-max(p.k_lengths) // (grid.keys * _BITS))

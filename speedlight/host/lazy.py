@@ -1,4 +1,4 @@
-"""Public names of a package, imported when they are first asked for."""
+"""Public names of a package, imported when they are first asked for, and hints of names that are elsewhere."""
 
 from __future__ import annotations
 
@@ -30,12 +30,21 @@ def importer(scope: dict[str, Any], names: Mapping[str, str], modules: Collectio
     return find
 
 
-def _way_out(package: str, name: str) -> str:
-    """Returns what stands for a name of another library; its table is imported where one is missing."""
+def lacking(owner: str) -> Callable[[Any, str], Any]:
+    """Makes the __getattr__ of a class."""
+
+    def find(self: Any, name: str) -> Any:
+        raise AttributeError(f"{owner!r} object has no attribute {name!r}{_way_out(owner, name)}")
+
+    return find
+
+
+def _way_out(owner: str, name: str) -> str:
+    """Returns what stands for a name that a package, or a class, lacks; the table is imported where one is missing."""
     if name.startswith("_"):
         return ""
     with importing:
         from ..errors.other_names import ELSEWHERE
 
-    way = ELSEWHERE.get(package, {}).get(name, "").format(name=name)
+    way = ELSEWHERE.get(owner, {}).get(name, "").format(name=name)
     return f": {way}" if way else ""

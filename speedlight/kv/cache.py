@@ -13,6 +13,7 @@ from ..engines import by_name
 from ..errors import ArgumentError, CacheBusy, CacheFull, not_pickled
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
+from ..host.lazy import lacking
 from ..host.notebooks import bars
 from ..problem.checks import (
     cache_dtype,
@@ -60,7 +61,7 @@ class KVCache:
         batch: sequences.
         kv_heads: heads of keys and values.
         head_dim: elements of a key.
-        capacity: most tokens of a sequence. May be left out with a window, whose memory does not grow.
+        capacity: most tokens of a sequence. Left out with a window, whose memory does not grow, it is 2^46.
         dtype: float32, float64, float16, bfloat16, or codes with a scale for each token and head, from that row alone:
             int8, or float8_e4m3fn ("fp8"). A cache of codes takes and returns float32, float16 or bfloat16.
         value_dim: elements of a value. Default head_dim.
@@ -121,6 +122,9 @@ class KVCache:
         """Returns what a notebook shows: the tokens of each sequence, in its fullest layer."""
         totals = list(map(max, zip(*[lengths for lengths, _ in self._now()], strict=True)))
         return bars(repr(self), "tokens", self._ring.tokens or self.capacity, totals)
+
+    if not TYPE_CHECKING:  # for which no name would be wrong
+        __getattr__ = lacking("KVCache")
 
     # --- contents
 
@@ -430,12 +434,7 @@ class KVCache:
         """Writes a .safetensors file, which any device can load: under a temporary name first, then renamed."""
         self.save_with(saved.checked_path(path), {})
 
-    def save_with(self, where: Path, metadata: dict[str, str]) -> None:
-        """save(), with extra metadata."""
-        held = list(self._now())
-        parts = [self._storage.parts(layer, list(map(self._ring.held, *pair))) for layer, pair in enumerate(held)]
-        sizes = {n: x for n, x in self._sizes().items() if x is not None}
-        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), metadata)
+    save_with = saved.save_cache
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu") -> KVCache:

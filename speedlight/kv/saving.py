@@ -50,6 +50,14 @@ def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
     write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words | more)
 
 
+def save_cache(cache: Any, where: Path, metadata: dict[str, str]) -> None:
+    """Writes a cache, with extra metadata."""
+    held = list(cache._now())
+    parts = [cache._storage.parts(layer, list(map(cache._ring.held, *pair))) for layer, pair in enumerate(held)]
+    sizes = {n: x for n, x in cache._sizes().items() if x is not None}
+    write(where, Saved(sizes, cache.dtype, held, parts), metadata)
+
+
 def save_sequence(storage: Any, lengths: list[int], pages: list[int], path: Any) -> None:
     """Writes a sequence of a pool as a cache of one, with room for no more."""
     where, shape = checked_path(path), storage.shape

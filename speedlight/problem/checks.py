@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES, DTYPES, ELSEWHERE, SHORTEST, SPELLINGS, code_cache, conversion
+from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, THEIR_DTYPES, code_cache, conversion
 from ..arrays.integers import integer, is_one, whole
 from ..arrays.memory import Array
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, join_words, pass_on, shown
@@ -79,7 +79,7 @@ def dtype_name(dtype: Any) -> str:
     name = name if isinstance(name, str) else dtype if isinstance(dtype, str) else shown(dtype)
     name = name.removeprefix("torch.")
     if name not in DTYPES:
-        way = f" Write {ELSEWHERE[name.lower()]!r}." if name.lower() in ELSEWHERE else ""
+        way = f" Write {THEIR_DTYPES[name.lower()]!r}." if name.lower() in THEIR_DTYPES else ""
         raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {shown(dtype)}.{way}")
     return name
 
@@ -182,8 +182,8 @@ def check_precision(x: Any) -> None:
 # --- of caches
 
 _FLOATS = ("float32", "float16", "bfloat16")  # of tokens that a cache of codes takes
-_DTYPES_ELSEWHERE = {
-    **{theirs: repr(name) for theirs, name in ELSEWHERE.items()},
+_THEIR_FORMATS = {
+    **{theirs: repr(name) for theirs, name in THEIR_DTYPES.items()},
     **{
         theirs: f"{SHORTEST[name]!r}{f', which is {name}' * (name != SHORTEST[name])}"
         for name, row in CODES.items()
@@ -239,7 +239,7 @@ def _of_dtype(name: str) -> str:
     """Returns a hint for a dtype by another library's name."""
     if "e5m2" in name:
         return " Its two bits of fraction are off by up to an eighth: 'fp8' and 'int8' are nearer in as many bytes."
-    ours = _DTYPES_ELSEWHERE.get(name.lower())
+    ours = _THEIR_FORMATS.get(name.lower())
     return f" Write {ours}." if ours else ""
 
 
@@ -320,6 +320,18 @@ def new_totals(
                 free,
             )
     return [a + b for a, b in zip(lengths, counts, strict=True)]
+
+
+def check_pages_left(name: str, way: str, lengths: Sequence[int], counts: Sequence[int], capacity: int) -> None:
+    """Raises CacheFull where sequences of these lengths, named by `name`, have no room for so many new tokens."""
+    for item, (n, more) in enumerate(zip(lengths, counts, strict=True)):
+        if n + more > capacity:
+            raise CacheFull(
+                f"{name}: sequence {item} has {n} keys, {more} new ones need room, {capacity - n} of {capacity} are "
+                f"free. {way}.",
+                more,
+                capacity - n,
+            )
 
 
 def cache_sizes(

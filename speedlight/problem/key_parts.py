@@ -18,7 +18,7 @@ from ..expressions.substitution import substituted
 from ..host.machine import number_bytes
 from .build import Stated
 from .problem import Problem
-from .shardings import Runs, tokens
+from .shardings import Runs, counts_of, tokens
 from .tiles import Many, integers_of
 
 _MOST_BOXES = 64  # of rows, and of keys, in which a part is looked at
@@ -44,11 +44,8 @@ def parts_of(whole: Stated, q: range, k: range, rows: int) -> list[KeyPart]:
 
 
 def _padded_part(p: Problem, q: range, k: range, rows: int) -> Problem:
-    q_lengths, k_lengths = (
-        tuple([len(range(run.start, min(run.stop, n), run.step)) for n in lengths])
-        for run, lengths in ((q, p.q_lengths), (k, p.k_lengths))
-    )
-    part = replace(p, q_lengths=q_lengths, k_lengths=k_lengths, rows=rows, partial=True)
+    lengths = {"q_lengths": counts_of(q, p.q_lengths), "k_lengths": counts_of(k, p.k_lengths)}
+    part = replace(p, **lengths, rows=rows, partial=True)
     if q.step == k.step == 1:
         starts = tuple([start + q.start for start in p.q_starts])
         return replace(part, q_starts=starts, k_start=p.k_start + k.start)
@@ -86,12 +83,11 @@ def _packed_parts(p: Problem, cu_q: tuple[int, ...], cu_k: tuple[int, ...], q: r
     return parts
 
 
-def finishing(whole: Stated, rows: int) -> KeyPart:
-    """Rows without any key: what ends them, where no part of the keys does."""
+def finishing(whole: Stated, rows: int, lengths: tuple[int, ...]) -> KeyPart:
+    """Queries of these lengths without any key: what ends them, where no part of the keys does. rows: as parts_of()."""
     p = replace(whole.problem, k_start=0, mask=None, score=None, causal=False, partial=True, rows=rows)
-    if whole.cu_q is not None:
-        return KeyPart(replace(p, q_lengths=(rows,), k_lengths=(0,), q_starts=(0,), items=(0,)), (0,), (0,))
-    return KeyPart(replace(p, q_lengths=(rows,) * p.batch, k_lengths=(0,) * p.batch))
+    p = replace(p, q_lengths=lengths, k_lengths=(0,) * len(lengths))
+    return KeyPart(p) if whole.cu_q is None else KeyPart(replace(p, q_starts=(0,), items=(0,)), (0,), (0,))
 
 
 # --- heads
@@ -174,7 +170,7 @@ def needed(whole: Stated, rows: Runs, keys: range, unit: int) -> range | None:
     low, high = len(keys), 0
     for q in rows:
         for part in parts_of(whole, q, keys, tokens(rows)):
-            for item in _distinct(part.problem):
+            for item, *_ in part.problem.kinds(1):
                 seen = _seen(part.problem, item, unit)
                 if seen is not None:
                     at = 0 if part.k_first is None else part.k_first[item]
@@ -182,15 +178,6 @@ def needed(whole: Stated, rows: Runs, keys: range, unit: int) -> range | None:
     if low >= high:
         return None
     return keys[low // unit * unit : min(-(-high // unit) * unit, len(keys))]
-
-
-def _distinct(p: Problem) -> list[int]:
-    """One of every kind of items that a mask cannot tell apart."""
-    by_item = True in [x is not None and "b" in x.root.uses for x in (p.mask, p.score)]
-    kinds: dict[Any, int] = {}
-    for item, key in enumerate(zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True)):
-        kinds.setdefault((key, item if by_item else 0), item)
-    return list(kinds.values())
 
 
 def _seen(p: Problem, item: int, unit: int) -> tuple[int, int] | None:

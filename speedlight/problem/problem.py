@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -236,6 +236,23 @@ class Problem:
     def roots(self) -> tuple[Node | None, Node | None]:
         """The roots of the mask's tree and of the score's."""
         return None if self.mask is None else self.mask.root, None if self.score is None else self.score.root
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """The symbols that the mask or the score depends on."""
+        return frozenset[str]().union(*[x.uses for x in self.roots if x is not None])
+
+    def kinds(self, heads: int, *, apart: bool = False) -> Iterator[tuple[int, int, int]]:
+        """Yields item, head (of so many) and how many are like it, once for all that lengths, positions and expressions
+        cannot tell apart; `apart`: every item.
+        """
+        items: dict[Any, list[int]] = {}
+        by_item, by_head = apart or "b" in self.uses, "h" in self.uses
+        for item, key in enumerate(zip(self.q_lengths, self.k_lengths, self.q_starts, strict=True)):
+            items.setdefault((key, item if by_item else 0), []).append(item)
+        for alike in items.values():
+            for head in range(heads if by_head else min(1, heads)):
+                yield alike[0], head, len(alike) * (1 if by_head else heads)
 
     @lazily
     def program(self) -> Program | None:

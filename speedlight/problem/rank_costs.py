@@ -16,7 +16,7 @@ from ..host.machine import number_bytes
 from .key_parts import problem_of, split_of, turns_of
 from .problem import SPAN, TILE, Problem
 from .shard_visibility import seen_by
-from .shardings import Runs, Shard, cut, tokens, whole_of
+from .shardings import Runs, Shard, tokens, travelling, whole_of
 
 
 class Link(NamedTuple):
@@ -93,10 +93,7 @@ class Case:
         self.size, self.number = STORAGE_BYTES[problem.storage], number_bytes(problem.storage)  # of an element, of sums
         elements = self.items * problem.kv_heads * (problem.head_dim + problem.value_dim)
         self.token_bytes, self.sums_bytes = elements * STORAGE_BYTES[problem.key_storage], elements * self.number
-        most = int(self.keys.max(initial=0))  # keys travel in halves of a shard
-        half = -(-most // 2) if most <= 2 * SPAN else -(-most // (2 * SPAN)) * SPAN
-        cuts = [cut(runs, max(1, half if self.ranks > 1 else most)) for runs in k]
-        owned = sorted([(x.start, rank, x) for rank, each in enumerate(cuts) for x in each])
+        owned = sorted([(x.start, rank, x) for rank, each in enumerate(travelling(k)) for x in each])
         self.pieces, self.owners = [x for *_, x in owned], np.array([rank for _, rank, _ in owned], np.int64)
         self.seen = seen_by(problem, q, self.pieces, packed=packed)
 

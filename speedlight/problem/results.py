@@ -24,20 +24,24 @@ class Results:
     __slots__ = ("_given", "_lse", "_out", "_q", "lse", "out")
 
     def __init__(
-        self,
-        q: Array,
-        shape: tuple[int, ...],
-        lse_shape: tuple[int, ...] | None,
-        out: Any,
-        inputs: tuple[Array, ...],
-        staged: bool = False,
-        ordered: bool = False,
-    ) -> None:
+        self, q: Array, shape: tuple[int, ...], lse_shape: tuple[int, ...] | None, out: Any, inputs: tuple[Array, ...],
+        staged: bool = False, ordered: bool = False,
+    ) -> None:  # fmt: skip
         """out: the caller's own array, or None. `staged`: the call may fail after it has begun to write, or read what
-        it writes over. `ordered`: a new tensor lies as q does.
+        it writes over: then deliver() alone writes to the caller's own. `ordered`: a new tensor lies as q does.
         """
         self._q, self._given = q, out is not None
-        self._out, self.out = out_for(q, shape, out, inputs, staged=staged, ordered=ordered)
+        if out is None:
+            self._out, self.out = empty_like(q, shape, q.dtype, ordered=ordered)
+        else:
+            self._out, self.out = out, describe(out, "out", gpu=q.device != "cpu")
+            if self.out.device != q.device:
+                raise ArgumentError(f"out: expected an array on {q.device}, as q; got one on {self.out.device}.")
+            check_out(self.out, shape, q.dtype, inputs)
+            if staged:
+                self.out = replace(empty_like(q, shape, q.dtype)[1], final=self.out)
+            else:
+                tell_written(self.out)
         self._lse, self.lse = None, None
         if lse_shape is not None:
             self._lse, self.lse = empty_like(q, lse_shape, "float64" if q.dtype == "float64" else "float32")
@@ -120,25 +124,6 @@ def fresh(
         return new, address
     check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
     return new, new.data_ptr()
-
-
-def out_for(
-    q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...], *, staged: bool, ordered: bool
-) -> tuple[Any, Array]:
-    """Returns the output of a call, a new array or the caller's own, and where kernels write it.
-
-    `staged`: as of Results; then the caller's own array is written by deliver() alone.
-    """
-    if out is None:
-        return empty_like(q, shape, q.dtype, ordered=ordered)
-    target = describe(out, "out", gpu=q.device != "cpu")
-    if target.device != q.device:
-        raise ArgumentError(f"out: expected an array on {q.device}, as q; got one on {target.device}.")
-    check_out(target, shape, q.dtype, inputs)
-    if staged:
-        return out, replace(empty_like(q, shape, q.dtype)[1], final=target)
-    tell_written(target)
-    return out, target
 
 
 def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Array, ...]) -> None:

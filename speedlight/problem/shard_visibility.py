@@ -1,7 +1,7 @@
 """Visible pairs between each rank's queries and pieces of the keys. Pure.
 
 Boxes of positions are halved until a mask hides or shows them, or until they are small enough to look at every pair:
-time and memory follow the edges of the mask, as in panels.py.
+time and memory follow the edges of the mask, as in tiles.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..expressions.program import hiding_condition
 from .problem import Problem
 from .shardings import Runs, tokens
-from .tiles import Rows, classes, integers_of, seen
+from .tiles import Rows, classes, integers_of, seen, splits_alike
 
 _LEAF = 32  # positions to a side of a box whose pairs are looked at
 _LEAVES = 2048  # looked at together: some 2 million pairs
@@ -62,7 +61,7 @@ def seen_by(problem: Problem, q: tuple[Runs, ...], pieces: Sequence[range], *, p
     runs = [(rank, run) for rank, each in enumerate(q) for run in each]
     owners = np.array([rank for rank, _ in runs], np.int64)
     found = Seen(np.zeros(len(q), np.int64), np.full(shape, 1 << 62), np.zeros(shape, np.int64))
-    for item, head, times in _distinct(problem, packed):
+    for item, head, times in problem.kinds(problem.q_heads, apart=packed):
         before = [sum(x[:item]) * packed for x in (problem.q_lengths, problem.k_lengths)]
         i = _ends([x for _, x in runs], before[0], problem.q_lengths[item]) + problem.q_starts[item]
         j = _ends(pieces, before[1], problem.k_lengths[item]) + problem.k_start
@@ -79,21 +78,9 @@ def _ends(runs: Sequence[range], before: int, length: int) -> np.ndarray:
     return np.clip(np.array([[x.start, x.stop] for x in runs], np.int64).reshape(-1, 2).T - before, 0, length)
 
 
-def _distinct(problem: Problem, packed: bool) -> Iterator[tuple[int, int, int]]:
-    """(item, query head, how many are like it): those that the expressions cannot tell apart are counted once."""
-    uses = frozenset().union(*(x.uses for x in problem.roots if x is not None))
-    heads, each = (range(problem.q_heads), 1) if "h" in uses else (range(min(1, problem.q_heads)), problem.q_heads)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
-        alike.setdefault((*key, item if packed or "b" in uses else 0), []).append(item)
-    for items in alike.values():
-        yield from ((items[0], head, each * len(items)) for head in heads)
-
-
 def _boxes(rows: Rows, i: np.ndarray, j: np.ndarray) -> Iterator[tuple[Any, ...]]:
     """Yields (runs, pieces, visible pairs, from which key, to which) of boxes in which something is visible."""
-    causal, looked = rows.problem.causal, 0
-    splits = hiding_condition(rows.problem.roots[1]) is None  # a part of a visible box is visible
+    causal, splits, looked = rows.problem.causal, splits_alike(rows), 0
     some = [np.flatnonzero(ends[0] < ends[1]) for ends in (i, j)]
     each = max(1, _BOXES // max(1, len(some[1])))
     starts = list(range(0, len(some[0]), each))

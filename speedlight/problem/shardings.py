@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 from ..errors import ArgumentError, shown
 from .checks import size
+from .problem import SPAN
 
 Shard: TypeAlias = Literal["contiguous", "zigzag", "stripe"]
 Runs: TypeAlias = tuple[range, ...]  # of one process
@@ -104,9 +105,21 @@ def tokens(runs: Runs) -> int:
     return sum(map(len, runs))
 
 
+def counts_of(run: range, lengths: Iterable[int]) -> tuple[int, ...]:
+    """Returns how many positions of a run lie in items of each of these lengths."""
+    return tuple([len(range(run.start, min(run.stop, n), run.step)) for n in lengths])
+
+
 def cut(runs: Runs, most: int) -> Runs:
     """Runs in pieces of at most so many positions."""
     return tuple(run[at : at + most] for run in runs for at in range(0, len(run), most))
+
+
+def travelling(held: tuple[Runs, ...]) -> tuple[Runs, ...]:
+    """Returns the pieces in which keys travel: halves of the longest shard, in whole spans where it has several."""
+    most = max(map(tokens, held), default=0)
+    half = -(-most // 2) if most <= 2 * SPAN else -(-most // (2 * SPAN)) * SPAN
+    return tuple([cut(runs, max(1, half if len(held) > 1 else most)) for runs in held])
 
 
 def places(runs: Runs) -> list[int]:

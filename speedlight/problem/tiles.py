@@ -192,7 +192,7 @@ def tally(rows: Rows) -> Tally:
 
 def _mixed(rows: Rows, total: Tally, begin: int = 0, end: Any = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Walks these panels against all tiles, adds to `total`, yields panels and tiles that only counting resolves."""
-    splits = _splits(rows)
+    splits = splits_alike(rows)
     square = np.array([[begin, rows.panels if end is None else end, 0, -(-rows.keys // TILE)]], _type(rows)).T
     for full, _, (p, t, kind) in _walk(rows, square):
         _add_full(rows, total, *full)
@@ -203,7 +203,7 @@ def _mixed(rows: Rows, total: Tally, begin: int = 0, end: Any = None) -> Iterato
             yield p[cut | (not splits)], t[cut | (not splits)]
 
 
-def _splits(rows: Rows) -> bool:
+def splits_alike(rows: Rows) -> bool:
     """Returns whether a part of a visible box is visible."""
     return hiding_condition(rows.problem.roots[1]) is None
 
@@ -222,7 +222,7 @@ def _walk(
     """Halves these boxes of panels and tiles until they are hidden or visible, or single; `wanted` may drop some."""
     if not rows.panels or not rows.keys:
         return
-    splits, stack, looked = _splits(rows), [boxes], 0
+    splits, stack, looked = splits_alike(rows), [boxes], 0
     while stack:
         boxes = stack.pop()
         if boxes.shape[1] > _BOXES:

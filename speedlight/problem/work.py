@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,26 +111,18 @@ def _distinct(problem: Problem, panel: int, backward: bool) -> dict[_Lengths, in
 
 def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool, watch: Callable[[int], None]) -> Work:
     """Counts under expressions: items and heads that these cannot tell apart once."""
-    uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
-    items: dict[Any, list[int]] = {}
-    for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
-        items.setdefault((key, item if "b" in uses else 0), []).append(item)
-    columns = _columns(problem, backward)[0]
-    heads, each = (range(columns), 1) if "h" in uses else (range(min(1, columns)), columns)
     visible: int | None = 0
     sums, numbers = [0] * 5, integers_of(problem)
-    for equal in items.values():
-        for head in heads:
-            rows, times = Rows(problem, equal[0], head, panel, numbers, backward), len(equal) * each
-            each_tally = tally(rows)
-            tiles = -(-rows.keys // TILE) * rows.panels
-            full, mixed = each_tally.full, each_tally.mixed
-            for n, x in enumerate((full, mixed, tiles - full - mixed, each_tally.keys, each_tally.mixed_keys)):
-                sums[n] += x * times
-            shown = pairs(rows)
-            if shown is None and exact:
-                shown = counted_pairs(rows, lambda tiles, times=times: watch(tiles * times))
-            visible = None if visible is None or shown is None else visible + shown * times
+    for item, head, times in problem.kinds(_columns(problem, backward)[0]):
+        rows = Rows(problem, item, head, panel, numbers, backward)
+        each = tally(rows)
+        skipped = -(-rows.keys // TILE) * rows.panels - each.full - each.mixed
+        for n, x in enumerate((each.full, each.mixed, skipped, each.keys, each.mixed_keys)):
+            sums[n] += x * times
+        shown = pairs(rows)
+        if shown is None and exact:
+            shown = counted_pairs(rows, lambda tiles, times=times: watch(tiles * times))
+        visible = None if visible is None or shown is None else visible + shown * times
     return Work(visible, *sums)
 
 

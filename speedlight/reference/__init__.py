@@ -318,7 +318,8 @@ def weights(q: Any, k: Any, **options: Unpack[AllOptions]) -> np.ndarray:
     """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as
     it is; under dropout, what that leaves.
 
-    Options as for `attention`, with layout "bhld", "blhd" or "hld". A row that sees nothing is 0.
+    Options as for `attention`, with layout "bhld", "blhd" or "hld". A row that sees nothing is 0. Beside sinks
+    rows add up to less than 1.
 
     >>> import numpy as np, speedlight as sl
     >>> x = np.ones((1, 1, 2, 4))
@@ -329,11 +330,12 @@ def weights(q: Any, k: Any, **options: Unpack[AllOptions]) -> np.ndarray:
     out = np.zeros((*case.q.shape[:-1], case.k.shape[-2]))
     with np.errstate(all="ignore"):
         for place in case.heads():
-            score = np.where(place.visible, place.scores(), -np.inf)
+            score = place.add_sink(place.scores())
+            score = np.where(place.visible, score, -np.inf)
             p = np.exp(score - np.maximum(score.max(axis=1, keepdims=True, initial=-np.inf), -1e300))
             total = p.sum(axis=1, keepdims=True)
             left = p if place.factors is None else p * place.factors
-            out[place.at][:, : score.shape[1]] = left / np.where(total == 0, 1, total)
+            out[place.at][:, : len(place.k)] = (left / np.where(total == 0, 1, total))[:, : len(place.k)]
     return out
 
 

@@ -9,14 +9,14 @@ import typer
 
 import speedlight as sl
 
-from ..arrays.dtypes import CODES, DTYPES, ELSEWHERE, SHORTEST, SPELLINGS, numpy_dtype
+from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, THEIR_DTYPES, numpy_dtype
 from ..errors import ArgumentError, join_words
 from .options import FileOptions, Json, one_of, takes_listed
 from .reports import print_report, progress
 
 FORMATS = ("bfloat16", "float16", *CODES)
 _TYPED = (*SHORTEST.values(), "bfloat16", "float16")
-_SHORT = {theirs: name for theirs, name in ELSEWHERE.items() if name in FORMATS} | SPELLINGS
+_SHORT = {theirs: name for theirs, name in THEIR_DTYPES.items() if name in FORMATS} | SPELLINGS
 _SHORT |= {theirs: name for name, row in CODES.items() for theirs in row.elsewhere}
 
 

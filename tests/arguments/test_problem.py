@@ -168,11 +168,13 @@ def test_devices_must_agree(monkeypatch):
         engine.is_on_gpu("cpu", replace(q, device="cuda:0"))
     methods = {"__dlpack__": lambda self, **how: x.__dlpack__(**how), "__dlpack_device__": lambda self: (1, 0)}
     halves = x.astype(ml_dtypes.bfloat16)
-    for array in (torch.zeros(x.shape), x, halves, type("Held", (), methods)(), x[..., ::-1, :], halves[..., ::-1]):
+    held = type("Held", (), methods)()
+    for array in (torch.zeros(x.shape), x, halves, held, x[..., ::-1, :], halves[..., ::-1], x.astype(float)):
         with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'") as error:
             engine.is_on_gpu("cuda", describe(array, "q"))
-        way = str(error.value).partition("Use ")[2].removesuffix(".cuda().")
-        assert torch.equal(eval(way, {"q": array, "torch": torch}).float(), torch.zeros(x.shape))
+        way = str(error.value).partition("Use ")[2].partition(".cuda()")[0]
+        made = eval(way, {"q": array, "torch": torch})
+        assert torch.equal(made.float(), torch.zeros(x.shape)) and made.dtype != torch.float64
     assert engine.is_on_gpu(None, replace(q, device="cuda:0"))
     assert not engine.is_on_gpu(None, q) and not engine.is_on_gpu("cpu", q)
 

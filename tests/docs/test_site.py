@@ -268,16 +268,15 @@ def test_figures_are_those_of_the_rows(tables):
 
 
 def test_the_picture_is_of_the_rows(tables):
-    """Its file keeps the bars it shows: those of one machine's rows."""
-    forward, gradients, models = (sorted((tables.RESULTS / name).glob("*.json")) for name in ("", "backward", "models"))
-    reports = [json.loads(x.read_text()) for x in (*gradients, *models)]
+    """Its file keeps the bars it shows: those of the table of problems, for each family of CPUs."""
+    paths = [x for y in ("", "backward", "models") for x in sorted((tables.RESULTS / y).glob("*.json"))]
     with Image.open(tables.PICTURES / "best-peer.png") as picture:
         shown, wide = json.loads(picture.text["Figures"]), picture.width
-    wanted = []
-    for own in map(json.loads, (x.read_text() for x in forward)):
-        others = [x for x in reports if x["family"] == own["family"]]
-        wanted.append([list(x) for x in sys.modules["chart"].bars([*others, own])])
-    assert shown in wanted and len(shown) > 5 and wide >= 780  # twice a phone's width
+    table = tables.EXPECT.read_text().split("figures: begin")[1]
+    lines = re.findall(r"^\| (\w[^|]*) \| ([^|]+) \|", table, flags=re.MULTILINE)
+    assert [tuple(x[:2]) for x in shown] == [x for x in lines if x[0] != "problem"]
+    wanted = [tables.best_peer(row) for *_, row in tables.compared([json.loads(x.read_text()) for x in paths])]
+    assert [tuple(x[2:]) for x in shown] == wanted and wide >= 780  # twice a phone's width
     assert readme_pictures() == [f"{TREES[1]}docs/pictures/best-peer.png"]
 
 

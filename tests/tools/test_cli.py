@@ -246,7 +246,7 @@ def test_view_refuses_arrays_that_do_not_go_together(here, tmp_path):
 
 def test_weights_are_those_of_attention(rng):
     q, k, v = qkv(rng, "float64", 2, 4, 2, 9, 30, 8, 8)
-    options = {"causal": True, "mask": sl.window(7, 0), "score": sl.softcap(2.0)}
+    options = {"causal": True, "mask": sl.window(7, 0), "score": sl.softcap(2.0), "sink_logits": [0.5, 3, -2, -1]}
     weights = sl.reference.weights(q, k, **options)
     np.testing.assert_allclose(weights @ v.repeat(2, axis=1), sl.reference.attention(q, k, v, **options), atol=1e-14)
     assert not sl.reference.weights(q, k, mask=lambda b, h, i, j: j < 0).any()

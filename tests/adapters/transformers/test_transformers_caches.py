@@ -138,6 +138,8 @@ def test_what_a_cache_refuses(llama, tokens):
         Cache(llama.config, dtype="int4")
     with pytest.raises(sl.Error, match=r"^max_cache_len: expected the arguments of Cache\(\); .* Use capacity="):
         Cache(llama.config, max_cache_len=8)
+    with pytest.raises(AttributeError, match=r"'KVCache' .* takes speedlight.transformers.Cache\(config\)$"):
+        llama(tokens, past_key_values=sl.KVCache(layers=2, kv_heads=KV_HEADS, head_dim=DIM, capacity=12))
 
 
 def test_messages_name_what_was_given(llama, tokens):
