@@ -19,9 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_width")  # test_attention.py has masks
 NAN = np.nan
 
 
-@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["bfloat16"])
-def test_dense_arrays(isa, rng, dtype):
+def test_dense_arrays(rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 50, 300, 16, 16)
     visible = rng.random((2, 1, 50, 300)) < 0.5
     visible[0, 0, 3] = False
