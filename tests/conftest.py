@@ -7,10 +7,8 @@ import ctypes
 import functools
 import gc
 import getpass
-import hashlib
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,25 +43,9 @@ from speedlight.host.machine import Isa, host_isas  # noqa: E402
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
 
-_PARTS: list[Path] = []  # the directory of this run's
-
-
-def compile_once(isa: Isa, text: str, triple: str, assembly: bool) -> Any:
-    """Returns what LLVM makes of a part of a kernel: once for all workers of a run."""
-    if assembly or not _PARTS:
-        return _compile(isa, text, triple, assembly)
-    path = _PARTS[0] / hashlib.sha256(f"{isa} {triple} {text}".encode()).hexdigest()
-    if not path.exists():
-        new = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        new.write_bytes(_compile(isa, text, triple, assembly))
-        new.replace(path)
-    return path.read_bytes()
-
-
 # Many tests' kernels have a part in common, which takes LLVM longer than the rest: what became of it is kept, of more
 # of them than in use.
-_compile = compiling._compiled.__wrapped__
-compiling._compiled = functools.lru_cache(maxsize=None)(compile_once)
+compiling._compiled = functools.lru_cache(maxsize=None)(compiling._compiled.__wrapped__)
 
 # Threads that share a CPU meet in more ways: tests run on as many as they ask for.
 workers._limit = lambda: 1024
@@ -71,14 +53,6 @@ workers._limit = lambda: 1024
 # not every system and Python has these; where one is missing, what is about it is left out
 _ABOUT = {"jax": "adapters/jax", "transformers": "adapters/transformers", "triton": "*/test_gpu*.py"}
 collect_ignore_glob = [files for package, files in _ABOUT.items() if find_spec(package) is None]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Workers of a run share what LLVM makes of parts of kernels."""
-    if hasattr(request.config, "workerinput"):
-        _PARTS[:] = [tmp_path_factory.getbasetemp().parent / "parts"]
-        _PARTS[0].mkdir(exist_ok=True)
 
 
 @pytest.fixture(params=[isa.name for isa in host_isas()])
