@@ -96,7 +96,7 @@ def results(case: str, dtype: str, seed: int) -> list[np.ndarray]:
     """Arrays that a call of a kind returns, on the unit that SPEEDLIGHT_ISA names."""
     rng, kind = np.random.default_rng(seed), numpy_dtype(dtype)
     rows, keys = 3 if case in ("decode", "cache") else 75, 1300 if case in ("plain", "decode") else 270
-    kv_heads, d, dv = SIZES[seed % 3] if case in ("plain", "causal", "decode") else (2, 36, 24)
+    kv_heads, d, dv = SIZES[seed % 3] if case in ("plain", "causal", "dropout", "decode") else (2, 36, 24)
     shapes = (1, 4, rows, d), (1, kv_heads, keys, d), (1, kv_heads, keys, dv), (1, 4, rows, dv)
     q, k, v, flow = (rng.standard_normal(x).astype(kind) for x in shapes)
     if case == "special":
