@@ -142,7 +142,6 @@ release-check:
 
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test
-	SPEEDLIGHT_ISA=avx2 $(RUN) tests/arm/check.py
 	$(RUN) tests/arm/calls.py
 
 # tile registers against the same arithmetic by vectors: on a CPU with AMX

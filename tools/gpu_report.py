@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "triton", "numpy", "flash_attn")
+WORKERS = 8  # of pytest, where it can have several
 SMOKE = ("tests/conformance/backward/test_gpu_backward.py", "tests/gpu/test_gpu.py", "-k", "option or tile or layouts")
 # what is known of a failure, by words of its text
 KNOWN = {
@@ -75,7 +76,7 @@ def known_of(text: str) -> list[str]:
 
 def run_tests(name: str, words: Iterable[str], seconds: float) -> Outcome:
     """Runs tests for so long at most; what was not run by then is told."""
-    many = ["-n", "8"] if find_spec("xdist") else []
+    many = ["-n", str(WORKERS)] if find_spec("xdist") else []
     options = ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "-q", "-rf", *many]
     command = [sys.executable, "-m", "pytest", *options, *words]
     try:

@@ -1,12 +1,16 @@
-"""Whole calls with the kernels for 64-bit Arm return the bits of this machine: `make check-arm`, after check.py.
+"""Whole calls with the kernels for 64-bit Arm return the bits of this machine: `make check-arm`. Those with bfloat16's
+own instructions have the bits of the same arithmetic by vectors, and lie inside the bound.
 
-A call is prepared here, as on Arm. In place of its kernel, that for NEON runs under qemu on a copy of this process's
+A call is prepared here, as on Arm. In place of its kernel, that for Arm runs under qemu on a copy of this process's
 memory, at the same addresses; what it changed is changed here.
+
+Needs aarch64-linux-gnu-gcc and qemu-aarch64-static (Debian: gcc-aarch64-linux-gnu, qemu-user-static).
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,10 +24,16 @@ from speedlight.arrays.dtypes import numpy_dtype
 from speedlight.cpu.runtime import compile
 from speedlight.host import machine
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from tile_problems import OPTIONS, TileProblem, arrays_of, problems
+from tolerance import assert_within
+
 HERE = Path(__file__).parent
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
-NEON = machine.isa_named("neon")
+UNITS = tuple([machine.isa_named(name) for name in ("neon", "neonbf16")])
 CASES = "plain", "causal", "score", "special", "large", "dropout", "backward", "decode", "cache"
+SIZES = (2, 64, 64), (1, 33, 20), (4, 16, 7)  # kv heads of four, head_dim, value_dim, beside the usual ones
 
 
 class ArmKernel:
@@ -85,8 +95,9 @@ def writable_regions() -> list[tuple[int, int]]:
 def results(case: str, dtype: str, seed: int) -> list[np.ndarray]:
     """Arrays that a call of a kind returns, on the unit that SPEEDLIGHT_ISA names."""
     rng, kind = np.random.default_rng(seed), numpy_dtype(dtype)
-    rows = 3 if case in ("decode", "cache") else 75
-    shapes = (1, 4, rows, 36), (1, 2, 270, 36), (1, 2, 270, 24), (1, 4, rows, 24)
+    rows, keys = 3 if case in ("decode", "cache") else 75, 1300 if case in ("plain", "decode") else 270
+    kv_heads, d, dv = SIZES[seed % 3] if case in ("plain", "causal", "dropout", "decode") else (2, 36, 24)
+    shapes = (1, 4, rows, d), (1, kv_heads, keys, d), (1, kv_heads, keys, dv), (1, 4, rows, dv)
     q, k, v, flow = (rng.standard_normal(x).astype(kind) for x in shapes)
     if case == "special":
         for x in (q, k, v):
@@ -118,12 +129,31 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(*missing) and np.array_equal(*bits)
 
 
+def has_own_bits(p: TileProblem) -> bool:
+    """Prints whether a problem has the bits of neonbf16's software; raises if it is finite and outside the bound."""
+    (q, k, v), options, found, before = arrays_of(p), OPTIONS[p.options], [], ArmKernel.runs
+    for unit in ("neonbf16", "neonbf16-software"):
+        os.environ["SPEEDLIGHT_ISA"] = unit
+        found.append(sl.attention(q, k, v, return_lse=True, **options))
+    fine = ArmKernel.runs > before and all(same(a, b) for a, b in zip(*found, strict=True))
+    if p.finite:
+        bound = sl.reference.error_bound(q, k, v, dot="odd", **options)
+        want = sl.reference.attention(q, k, v, return_lse=True, **options)
+        for name, x, y, most in zip(("out", "lse"), found[0], want, bound, strict=True):
+            assert_within(x, y, most, f"{name} of {p}")
+    print(f"{p}: {'same bits' if fine else 'DIFFERENT'}", flush=True)
+    return fine
+
+
 def main() -> None:
+    for tool in (GCC, QEMU):
+        if shutil.which(tool) is None:
+            raise SystemExit(f"check-arm: {tool} is missing. On Debian: gcc-aarch64-linux-gnu, qemu-user-static")
     sl.set_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         make, runnable, parts = compile._make, machine.runnable_isas(), Path(folder)
         vars(compile)["_make"] = lambda s: ArmKernel(s, parts) if s.isa.arch == "aarch64" else make(s)
-        vars(machine)["runnable_isas"] = lambda: (*runnable, NEON)
+        vars(machine)["runnable_isas"] = lambda: (*runnable, *UNITS)
         wrong = 0
         for n, case in enumerate(CASES):
             for dtype in ("float32", "float64", "float16", "bfloat16"):
@@ -134,6 +164,7 @@ def main() -> None:
                 fine = ArmKernel.runs > before and all(same(a, b) for a, b in zip(*found, strict=True))
                 wrong += not fine
                 print(f"{case:9} {dtype:9} {'same bits' if fine else 'DIFFERENT'}", flush=True)
+        wrong += sum([not has_own_bits(p) for p in problems(seed=1) if not p.cached and p.options != "sinks"])
     sys.exit(1 if wrong else 0)
 
 

@@ -21,6 +21,7 @@ from problems import PATTERNS
 import speedlight as sl
 from speedlight.gpu.tiles import Tile
 from speedlight.tools import gpu_tiles
+from speedlight.tools.measuring import quantiles, seconds_of
 
 sys.path += [str(Path(sl.__file__).parent.parent / x) for x in ("benchmarks", "tools")]
 import gpu
@@ -67,6 +68,7 @@ def test_rows(monkeypatch, small):
 
 def test_a_report_says_what_failed_and_what_is_known(tmp_path, monkeypatch):
     report = importlib.import_module("gpu_report")
+    monkeypatch.setattr(report, "WORKERS", 1)
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_right(): pass\ndef test_wrong(): assert 0, '3 elements outside the bound'\n")
     found = report.run_tests("smoke tests", [str(test)], 100)
@@ -136,6 +138,8 @@ def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small, stand_ins)
 
     monkeypatch.setattr(subprocess, "run", here)
     monkeypatch.setattr(report, "run_tests", lambda name, *_: report.Outcome(name, "1 passed", [], [], ""))
+    once = lambda calls, turns: {x: quantiles([seconds_of(call)]) for x, call in calls.items()}  # noqa: E731
+    monkeypatch.setattr(gpu, "measured", once)
     with small_blocks():
         assert report.main(["tests", "--turns", "1", "-o", str(out)]) == 0
     text = capsys.readouterr().out

@@ -117,43 +117,29 @@ def masks(draw: Any, depth: int = 2) -> Four:
     }[kind]  # fmt: skip
 
 
+# of a score y, a number c and positions
+SCORES: dict[str, Callable[..., Any]] = {
+    "alibi": lambda y, c, b, h, i, j: y + c / 64 * (j - i),
+    "bias": lambda y, c, b, h, i, j: y + BIAS[h, i - j + LENGTH],
+    "halves": lambda y, c, b, h, i, j: y * HALVES[j],
+    "square": lambda y, c, b, h, i, j: y + SQUARE[i, j + int(c)],
+    "hidden": lambda y, c, b, h, i, j: sl.where(SEEN[b, i, j], -np.inf, y),
+    "softcap": lambda y, c, b, h, i, j: c * sl.tanh(y / c),
+    "sigmoid": lambda y, c, b, h, i, j: sl.sigmoid(y) * c,
+    "scale": lambda y, c, b, h, i, j: y * c - 1,
+    "where": lambda y, c, b, h, i, j: sl.where((i + j) % 3 == 0, y, -y / c),
+    "max": lambda y, c, b, h, i, j: sl.maximum(y, c - 1.0),
+    "log": lambda y, c, b, h, i, j: sl.log2(1.5 + sl.abs(y)),
+    "exp": lambda y, c, b, h, i, j: sl.exp(sl.minimum(y, c)),
+    "sqrt": lambda y, c, b, h, i, j: sl.sqrt(1 + sl.abs(y)),
+    "sum": lambda y, c, b, h, i, j: y + sl.exp2(sl.minimum(-sl.abs(y), c)),
+}
+
+
 @st.composite
 def scores(draw: Any, depth: int = 3) -> Callable[..., Any]:
-    kind = draw(
-        st.sampled_from(
-            ["s", "s"]
-            + [
-                "alibi",
-                "bias",
-                "halves",
-                "square",
-                "hidden",
-                "softcap",
-                "sigmoid",
-                "scale",
-                "where",
-                "max",
-                "log",
-                "exp",
-                "sqrt",
-                "sum",
-            ]
-            * (depth > 0)
-        )
-    )
+    kind = draw(st.sampled_from(["s", "s", *(SCORES if depth > 0 else ())]))
     if kind == "s":
         return lambda s, b, h, i, j: s
     x, c = draw(scores(depth - 1)), draw(st.floats(0.25, 4.0))
-    by: dict[str, Callable[..., Any]] = {
-        "alibi": lambda y, b, h, i, j: y + c / 64 * (j - i), "bias": lambda y, b, h, i, j: y + BIAS[h, i - j + LENGTH],
-        "square": lambda y, b, h, i, j: y + SQUARE[i, j + int(c)], "hidden": lambda y, b, h, i,
-        j: sl.where(SEEN[b, i, j], -np.inf, y),
-        "halves": lambda y, b, h, i, j: y * HALVES[j], "softcap": lambda y, b, h, i, j: c * sl.tanh(y / c),
-        "sigmoid": lambda y, b, h, i, j: sl.sigmoid(y) * c, "scale": lambda y, b, h, i, j: y * c - 1,
-        "where": lambda y, b, h, i, j: sl.where((i + j) % 3 == 0, y, -y / c), "max": lambda y, b, h, i,
-        j: sl.maximum(y, c - 1.0),
-        "log": lambda y, b, h, i, j: sl.log2(1.5 + sl.abs(y)), "exp": lambda y, b, h, i, j: sl.exp(sl.minimum(y, c)),
-        "sqrt": lambda y, b, h, i, j: sl.sqrt(1 + sl.abs(y)), "sum": lambda y, b, h, i,
-        j: y + sl.exp2(sl.minimum(-sl.abs(y), c)),
-    }  # fmt: skip
-    return lambda s, b, h, i, j: by[kind](x(s, b, h, i, j), b, h, i, j)
+    return lambda s, b, h, i, j: SCORES[kind](x(s, b, h, i, j), c, b, h, i, j)

@@ -8,7 +8,9 @@ holds what comes together against the reference, and prints the name of a case t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import itertools
 import sys
 import warnings
@@ -18,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from sharded_cases import Case, random_case, tensor
+from engines import one_vector, tuned
+from sharded_cases import Case, drawn_case, random_case, tensor
 from sharded_faults import (
     SIZES,
     TIMEOUT,
@@ -30,6 +33,7 @@ from sharded_faults import (
     interrupted,
     lookups,
     refusals,
+    refused,
     second,
 )
 from tolerance import assert_within
@@ -134,12 +138,7 @@ def everything(world: int, seed: int, count: int) -> Iterator[str]:
 def short(world: int) -> Iterator[str]:
     """Every way, sharding and kind of mask once; few kernels, which take long to make."""
     rng = np.random.default_rng(0)
-
-    def case(heads: int, kv: int, length: int, options: dict[str, Any], dtype: Any = torch.float32, **how: Any) -> Case:
-        layout, batch = options.get("layout", "bhld"), how.pop("batch", 1)
-        q, k, v = (tensor(rng, layout, batch, n, length, 16).to(dtype) for n in (heads, kv, kv))
-        return Case((q, k, v), options, **how)
-
+    case = functools.partial(drawn_case, rng)
     causal, window = {"causal": True}, {"causal": True, "window": (9, None)}
     cases = [
         case(4, 2, 61, causal | {"sink_logits": [0.5, -1.0, 2.0, 0.0]}),
@@ -147,7 +146,6 @@ def short(world: int) -> Iterator[str]:
         case(4, 2, 3, causal, shard="zigzag"),
         case(4, 2, 61, window, shard="stripe"),
         case(4, 2, 2300, causal, shard="zigzag", exact=True, gradients=False),
-        case(4, 2, 1500, causal, shard="stripe", exact=True, gradients=False),
         case(4, 2, 1500, causal, torch.float16, exact=True, gradients=False, in_turns=True, batch=2),
         case(4, 2, 1500, causal, torch.bfloat16, shard="zigzag", exact=True, gradients=False),
         case(4, 2, 61, causal, torch.bfloat16, shard="zigzag"),
@@ -293,12 +291,8 @@ def mesh(world: int) -> Iterator[str]:
     two = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ring", "ulysses"))
     rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
     for causal, text in ((rank == world - 1, "causal: expected the same"), (rank == 0 and "odd", "causal: expected")):
-        try:
-            call(x, causal=causal, mesh=two)
-        except sl.Error as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(f"no error on rank {rank}")
+        error = refused(lambda causal=causal: call(x, causal=causal, mesh=two))
+        assert text in str(error), error
     for shard in ("contiguous", "zigzag"):
         for exact in (False, True):
             length = 2300 if exact else 61
@@ -347,9 +341,10 @@ def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timeout
     )
-    for done in RUNS[name](world, *numbers):
-        if rank == 0:
-            print(done, flush=True)
+    with tuned(**one_vector(1)) if name == "short" else contextlib.nullcontext():  # kernels take long to make
+        for done in RUNS[name](world, *numbers):
+            if rank == 0:
+                print(done, flush=True)
     dist.destroy_process_group()
 
 

@@ -33,6 +33,24 @@ class Case(NamedTuple):
         return LENGTH_AT[self.options.get("layout", "bhld")]
 
 
+def drawn_case(
+    rng: np.random.Generator,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    *,
+    value_dim: int = 16,
+    batch: int = 1,
+    **how: Any,
+) -> Case:
+    """Of a layout, as options have it; `how`: fields of a Case."""
+    shapes = (heads, 16), (kv_heads, 16), (kv_heads, value_dim)
+    arrays = [tensor(rng, options.get("layout", "bhld"), batch, n, length, d).to(dtype) for n, d in shapes]
+    return Case(tuple(arrays), options, **how)
+
+
 def random_case(rng: np.random.Generator, exact: bool, world: int) -> Case:
     """Anything that attention() takes; every process draws the same."""
     layout = str(rng.choice(["bhld", "blhd", "hld", "lhd"], p=[0.4, 0.2, 0.1, 0.3]))

@@ -58,6 +58,16 @@ def raises(*_: Any) -> Any:
     raise LookupError("nobody")
 
 
+def refused(call: Callable[[], Any], *kinds: type[Exception]) -> Any:
+    """Returns the error that a call raises in this process: of ours, or of these kinds."""
+    kinds = kinds or (sl.Error,)
+    try:
+        call()
+    except kinds as error:
+        return error
+    raise AssertionError(f"no error on rank {dist.get_rank()}")
+
+
 def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
     return distributed.attention(**({"q": x, "k": x, "v": x, "method": "ring"} | options))
 
@@ -114,12 +124,8 @@ def refusals(world: int) -> Iterator[str]:
         ("all", "q_lengths: expected", lambda: call(x, q_lengths=[1, 2])),
     ]
     for name, text, f in wrong:
-        try:
-            f()
-        except (sl.Error, LookupError) as error:
-            assert str(error).startswith(text), f"{name}: {error}"
-        else:
-            raise AssertionError(f"{name}: no error on rank {rank}")
+        error = refused(f, sl.Error, LookupError)
+        assert str(error).startswith(text), f"{name}: {error}"
         assert call(x).shape == x.shape
         yield name
 
@@ -149,12 +155,9 @@ def second(world: int) -> Iterator[str]:
     """There are no second derivatives; and the group goes on."""
     x = torch.randn(1, 2 * world, 8, 16, requires_grad=True)
     for method in ("ring", "ulysses", "gather"):
-        try:
-            torch.autograd.grad(call(x, method=method).sum(), x, create_graph=True)
-        except sl.UnsupportedError as error:
-            assert str(error).startswith("create_graph: expected False"), error
-        else:
-            raise AssertionError(f"{method}: no error")
+        out = call(x, method=method).sum()
+        error = refused(lambda out=out: torch.autograd.grad(out, x, create_graph=True), sl.UnsupportedError)
+        assert str(error).startswith("create_graph: expected False"), error
     assert torch.autograd.grad(call(x).sum(), x)[0].shape == x.shape
     with torch.autocast("cpu", dtype=torch.bfloat16):  # as speedlight.torch.attention() has it
         assert call(x, causal=True, shard="zigzag").dtype == torch.bfloat16
@@ -189,19 +192,11 @@ def dying(world: int) -> Iterator[str]:
     call(x)
     if last:
         ring._States.run = lambda *_: os._exit(0)
-    try:
-        call(x)
-    except sl.CommunicationError as error:
-        assert error.rank == world - 1, error
-        assert f"rank {world - 1} did not answer with keys" in str(error) and " in step " in str(error), error
-    else:
-        raise AssertionError("no error")
-    try:
-        call(x)
-    except sl.CommunicationError as error:
-        assert "one failed (group: expected every process to take part" in str(error), error
-    else:
-        raise AssertionError("no error the second time")
+    error = refused(lambda: call(x), sl.CommunicationError)
+    assert error.rank == world - 1, error
+    assert f"rank {world - 1} did not answer with keys" in str(error) and " in step " in str(error), error
+    error = refused(lambda: call(x), sl.CommunicationError)
+    assert "one failed (group: expected every process to take part" in str(error), error
     yield "dying"
     os._exit(0)
 
@@ -213,13 +208,9 @@ def absent(world: int) -> Iterator[str]:
     if last:
         time.sleep(3 * TIMEOUT)
         os._exit(0)
-    try:
-        call(x)
-    except sl.CommunicationError as error:
-        assert error.rank == world - 1, error
-        assert f"rank {world - 1} did not answer to compare calls" in str(error), error
-    else:
-        raise AssertionError("no error")
+    error = refused(lambda: call(x), sl.CommunicationError)
+    assert error.rank == world - 1, error
+    assert f"rank {world - 1} did not answer to compare calls" in str(error), error
     yield "absent"
     os._exit(0)
 

@@ -19,6 +19,7 @@ from speedlight.problem.build import from_arrays
 from speedlight.problem.operands import Dense, Rows
 from speedlight.problem.problem import Options
 
+pytestmark = pytest.mark.usefixtures("one_width")  # test_attention.py has sinks and lengths in panels of any width
 SINKS = np.array([0.5, -3.0, 20.0, -np.inf])
 LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}
 

@@ -20,6 +20,8 @@ from speedlight.host.llvm import load
 from speedlight.host.machine import host_isas
 from speedlight.problem import philox
 
+pytestmark = pytest.mark.usefixtures("one_width")  # test_attention.py has dropout in panels of any width
+
 # --- the random numbers
 
 # of Random123: counter, key, words

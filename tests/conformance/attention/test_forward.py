@@ -120,9 +120,6 @@ def test_subnormals_survive(isa, dtype):
     ).all()  # after the reset: a flushing comparison would find them equal to 0, and 0 equal to them
 
 
-# --- R04
-
-
 # --- R05
 
 

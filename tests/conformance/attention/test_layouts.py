@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import FULL
 from problems import flow_of, qkv
+from states import same
 from tolerance import assert_accurate, assert_gradients
 
 import speedlight as sl
@@ -25,10 +26,6 @@ OPTIONS = {
     "bias": {"score": np.random.default_rng(2).standard_normal((20, 40)).astype(np.float32), "sink_logits": [1.0] * 4},
 }
 DTYPES = ("float32", "float64", "float16", "bfloat16") if FULL else ("float32", "bfloat16")
-
-
-def same(a, b):
-    return [x.tobytes() for x in a] == [x.tobytes() for x in b]
 
 
 # --- without a batch

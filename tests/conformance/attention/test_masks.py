@@ -15,12 +15,12 @@ from tolerance import assert_accurate
 import speedlight as sl
 from speedlight.expressions.program import Program
 
+pytestmark = pytest.mark.usefixtures("one_width")  # test_attention.py has masks in panels of any width
 NAN = np.nan
 
 
-@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["bfloat16"])
-def test_dense_arrays(isa, one_width, rng, dtype):
+def test_dense_arrays(rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 50, 300, 16, 16)
     visible = rng.random((2, 1, 50, 300)) < 0.5
     visible[0, 0, 3] = False
@@ -32,7 +32,7 @@ def test_dense_arrays(isa, one_width, rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"] if FULL else ["float64"])
-def test_dense_arrays_of_any_strides_and_types(isa, one_width, rng, dtype):
+def test_dense_arrays_of_any_strides_and_types(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 1, 4, 2, 53, 333, 16, 16)
     visible, bias = rng.random((53, 666)) < 0.7, rng.standard_normal((4, 53, 333))
     for mask in (visible[:, :333], visible[:, ::2], visible[::-1, ::-1][:, :333], np.asfortranarray(visible[:, 5:338])):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from test_tiles import (  # noqa: F401 - collected here as well, with the fixtur
     test_values_that_are_not_finite_reach_those_who_see_them_alone,
 )
 
+import speedlight as sl
 from speedlight.cpu.language.vector import F32, I32, PTR, Module, vec
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.products.odd_dots import dot, outer_dot
@@ -36,6 +38,11 @@ pytestmark = pytest.mark.skipif(not UNITS, reason="an Arm CPU without bfloat16")
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEEDLIGHT_ISA", UNITS[0].name)
+
+
+@pytest.fixture
+def masked() -> list[dict[str, Any]]:
+    return [{"mask": sl.window(45, 2)}]  # each kernel of these takes seconds
 
 
 def whole(x: float) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import FULL
 from problems import numpy_dtype, qkv
+from states import same
 from tolerance import assert_accurate
 
 import speedlight as sl
@@ -34,10 +35,6 @@ def converted(q, k, v, **options):
 
 def packed(x):
     return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(-1, x.shape[1], x.shape[3])
-
-
-def same(a, b):
-    return [x.tobytes() for x in a] == [x.tobytes() for x in b]
 
 
 @pytest.mark.units

@@ -17,16 +17,17 @@ from on_gpu import DTYPES, attention_backward, small_blocks, tensor
 from problems import flow_of, qkv
 from test_backward import (  # noqa: F401 - collected here as well, with the fixtures below
     HIDDEN,
+    OPTIONS,
     check,
     one_problem,
     same,
     test_every_dim,
-    test_every_option,
     test_far_scores,
     test_rows_that_see_nothing,
     test_slopes_of_hidden_pairs,
 )
 from test_backward import test_every_length as every_length
+from test_backward import test_every_option as every_option
 from test_backward import test_special_values as special_values
 from test_table_gradients import FORMS, problem
 from tolerance import assert_gradients
@@ -54,6 +55,15 @@ def isa():
 @pytest.fixture(params=DTYPES)
 def dtype(request):
     return request.param
+
+
+ALIKE = {"top-left", "positions", "a shard", "no queries", "no scale", "small scale"}  # to kernels, as others of these
+
+
+@pytest.mark.each("dtype", "name")
+@pytest.mark.parametrize("name", [x for x in OPTIONS if FULL or torch.cuda.is_available() or x not in ALIKE])
+def test_every_option(rng, dtype, name, gradients):
+    every_option(rng, dtype, name, gradients)
 
 
 @pytest.mark.parametrize("name", HIDDEN)

@@ -298,7 +298,7 @@ def test_rows_past_q_lengths_do_not_exist(rng):
     assert np.isfinite(want).all() and (got == want).all()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(12) if FULL else (0, 1, 3, 6, 8, 10))  # every shape, dtype and way
 def test_a_bias_that_is_shared_has_the_bits_of_its_shares(monkeypatch, seed):
     """Broadcast to every item and head, and added afterwards: as it is summed where queries are many."""
     r = np.random.default_rng(seed)

@@ -119,7 +119,7 @@ def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
 
 
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", *["bfloat16"] * FULL])
 def test_a_chunk_that_fills_a_ring_is_as_its_pieces(one_width, rng, dtype, monkeypatch):
     """The first one is attended to at once, where it lies, and stored as far as the ring still has it."""
     q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1000, 1000, 16, 16)
