@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import not_installed
+from ..adapting import not_installed
 
 try:
     import jax

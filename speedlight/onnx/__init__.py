@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import not_installed
+from ..adapting import not_installed
 
 try:
     from onnx import ModelProto, NodeProto
