@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arrays.dtypes import DTYPES
-from .errors import Error, UnsupportedError, has, pass_on, rename, shown
+from .errors import Error, UnsupportedError, has, not_installed, pass_on, rename, shown
 from .errors.advice import of_no_tensor, of_scale
 from .expressions.tables import table
 from .expressions.tracing import Expression, expression
@@ -50,6 +50,7 @@ __all__ = [
     "has",
     "integer",
     "limits",
+    "not_installed",
     "number",
     "of_no_tensor",
     "of_scale",

@@ -70,7 +70,10 @@ def check_together(k: Array, v: Array, q: Array) -> str | None:
 def check_beside(x: Array, q: Array) -> None:
     """Raises unless x is of q's kind, and lies where q lies."""
     if (x.kind == "torch") != (q.kind == "torch"):
-        raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
+        way = f"torch.as_tensor({x.name if q.kind == 'torch' else 'q'})"
+        raise ArgumentTypeError(
+            f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}. Write {way}."
+        )
     if x.device != q.device:
         raise ArgumentError(
             f"{x.name}: expected an array on {q.device}, as q; got one on {x.device}. Move one of them."

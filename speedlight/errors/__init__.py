@@ -47,6 +47,18 @@ def how_to_install(extra: str) -> str:
     return f"pip install '.[{extra}]' in a clone of speedlight's repository"
 
 
+ADAPTED = ("torch", "transformers", "jax", "onnx")  # libraries with an extra of their name
+
+
+def not_installed(package: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Returns the error of an adapter whose library is missing, with the command that installs it."""
+    own, root = package.rpartition(".")[2], (error.name or "").partition(".")[0]
+    if root not in ADAPTED:
+        return error
+    way = how_to_install(own if own in ADAPTED else root)
+    return ModuleNotFoundError(f"{package} needs {root} ({error}). Install it with: {way}", name=error.name)
+
+
 # By these, libraries and arguments of every kind say that they cannot do what they were asked for
 _REFUSALS = (
     TypeError,

@@ -199,7 +199,8 @@ def of_items(layout: str) -> str:
 
 def of_causal(x: Any) -> str:
     """A sentence for who gives a truth that is no bool."""
-    meant = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(shown(x).strip("'").lower())
+    said = shown(x).strip("'").lower().removeprefix("np.").removesuffix("_")
+    meant = {"true": True, "1": True, "false": False, "0": False, "none": False}.get(said)
     return "" if meant is None else f" Write causal={meant}."
 
 

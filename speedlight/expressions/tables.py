@@ -364,6 +364,8 @@ def check_dense(name: str, x: Any) -> None:
         such, ours = "sl.causal()", "Causality is causal=True"
     plain = isinstance(x, (bool, int, float)) or (name == "mask" and isinstance(x, str))
     way = f" {ours}." if plain else of_masks(name, x)
+    if name == "mask" and type(x).__name__ == "BlockMask":
+        way = " Give its function, mask=block_mask.mask_mod, beside q_start=0."
     raise ArgumentTypeError(
         f"{name}: expected a function, a pattern such as {such}, or an array; got {type(x).__name__}.{way}"
     )

@@ -21,7 +21,12 @@ def importer(scope: dict[str, Any], names: Mapping[str, str], modules: Collectio
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_way_out(package, name)}")
         with importing:
-            module = importlib.import_module(home if home.startswith(".") else f".{home}", package)
+            try:
+                module = importlib.import_module(home if home.startswith(".") else f".{home}", package)
+            except ModuleNotFoundError as error:
+                from ..errors import not_installed
+
+                raise not_installed(package, error) from error.__cause__
         if name in modules:
             return module
         scope[name] = value = getattr(module, name)

@@ -15,9 +15,15 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+from ..adapting import not_installed
+
+try:
+    import jax
+except ModuleNotFoundError as error:
+    raise not_installed(__name__, error) from None
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 

@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto
+
+from ..adapting import not_installed
+
+try:
+    from onnx import ModelProto, NodeProto
+except ModuleNotFoundError as error:
+    raise not_installed(__name__, error) from None
 from onnx.defs import onnx_opset_version
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun

@@ -117,7 +117,8 @@ def packed_offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
     values = tuple(integer(name, i) for i in listed(x, name, "a sequence of ints"))
     if len(values) < 2 or values[0] != 0 or values[-1] != total:
         ends = f"{len(values)} entries" if len(values) < 2 else f"{values[0]} … {values[-1]}"
-        raise ArgumentError(f"{name}: expected offsets from 0 to the total length {total}; got {ends}.")
+        way = " Of lengths write numpy.cumsum([0, *lengths])." if sum(values) == total else ""
+        raise ArgumentError(f"{name}: expected offsets from 0 to the total length {total}; got {ends}.{way}")
     for i, (a, b) in enumerate(itertools.pairwise(values)):
         if b < a:
             raise ArgumentError(f"{name}: expected offsets that never fall; got {a} then {b} at entry {i + 1}.")

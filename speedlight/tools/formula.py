@@ -177,7 +177,9 @@ def _operands(node: ast.AST) -> list[ast.expr]:
         case ast.UnaryOp(op=ast.Not()):
             raise ValueError("expected ~ in place of 'not', with a comparison in parentheses: ~(j <= i)")
         case ast.Lambda():
-            raise ValueError("expected what follows the colon of a lambda, in b, h, i and j (a score: s, too); got one")
+            raise ValueError(
+                "expected what follows the colon of a lambda, in b, h, i and j (a score: s, too); got the lambda"
+            )
         case ast.IfExp():
             raise ValueError("expected where(condition, a, b) in place of 'if'")
     raise ValueError(f"expected numbers, operators, patterns and functions; got {type(node).__name__}")

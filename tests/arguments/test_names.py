@@ -10,11 +10,14 @@ import inspect
 import pickle
 import pydoc
 import re
+import subprocess
+import sys
 import typing
 
 import numpy as np
 import problems
 import pytest
+import torch
 from conftest import ROOT
 
 import speedlight as sl
@@ -164,3 +167,44 @@ def test_lengths_that_are_none_are_not_what_is_wrong(name, wrong):
     q = np.zeros((2, 4, 6, 8), np.float32)
     with pytest.raises(sl.Error, match=f"^{name}: expected"):
         sl.attention(q, q, q, lengths=None, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("library", "line", "extra"),
+    [
+        ("torch", "from speedlight.torch import sdpa", "torch"),
+        ("torch", "from speedlight.flash_attn import flash_attn_func", "torch"),
+        ("transformers", "from speedlight.transformers import Cache", "transformers"),
+        ("jax", "import speedlight.jax", "jax"),
+        ("onnx", "import speedlight.onnx", "onnx"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_installs_it(library, line, extra):
+    """Adapters are imported where their library is not."""
+    code = f"import sys; sys.modules[{library!r}] = None; {line}"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    last = told.stderr.strip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: speedlight.") and f"needs {library} (" in last
+    assert speedlight.errors.how_to_install(extra) in last
+
+
+def test_ways_out_of_what_strangers_write():
+    """Lengths for offsets, two kinds of arrays, a truth of NumPy, FlexAttention's blocks."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    packed, q = np.zeros((10, 4, 8), np.float32), np.zeros((2, 4, 6, 8), np.float32)
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 6, 6, "cpu")
+    tensor = torch.from_numpy(q)
+    for call, way in (
+        (lambda: sl.attention(packed, packed, packed, layout="lhd", cu_seqlens_q=[4, 6]), "cumsum([0, *lengths])."),
+        (lambda: sl.attention(tensor, q, q), "Write torch.as_tensor(k)."),
+        (lambda: sl.attention(q, tensor, tensor), "Write torch.as_tensor(q)."),
+        (lambda: sl.attention(q, q, q, causal=np.True_), "Write causal=True."),
+        (lambda: sl.attention(q, q, q, mask=blocks), "mask=block_mask.mask_mod, beside q_start=0."),
+    ):
+        with pytest.raises(sl.Error) as error:
+            call()
+        assert str(error.value).endswith(way), str(error.value)
+    with pytest.raises(sl.ArgumentError, match=r"got 0 … 6\.$"):  # offsets of something shorter are no lengths
+        sl.attention(packed, packed, packed, layout="lhd", cu_seqlens_q=[0, 6])
