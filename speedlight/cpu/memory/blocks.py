@@ -130,9 +130,9 @@ class Coded(Store):
 LARGE_PAGE = 2 << 20  # bytes
 
 
-def reserved(shape: tuple[int, ...], *, large: bool) -> np.ndarray:
+def reserved(shape: tuple[int, ...], name: str, *, large: bool) -> np.ndarray:
     """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
-    no memory. `large`: on pages of MiB, which are zeroed whole.
+    no memory. `name`: of the argument that asks for so many. `large`: on pages of MiB, which are zeroed whole.
     """
     count = math.prod(shape)
     try:
@@ -140,8 +140,7 @@ def reserved(shape: tuple[int, ...], *, large: bool) -> np.ndarray:
     except (OSError, OverflowError, ValueError) as error:
         pass_on(error, Exception)
         raise ReservationError(
-            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
-            "dtype."
+            f"{name}: {shown(count)} bytes cannot be reserved ({error}). Reduce the {name}, layers or dtype."
         ) from None
     return np.frombuffer(memory, np.uint8, count).reshape(shape)
 
@@ -163,10 +162,10 @@ def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -
     )
     for keys, values in zip(k, v, strict=True):
         if together:
-            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), large=True)
+            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), "pages", large=True)
             keys.use(whole)
             values.use(whole, BLOCK * keys.row)
         else:
             for x in (keys, values):
-                x.use(reserved((*blocks, BLOCK * x.row), large=False))
+                x.use(reserved((*blocks, BLOCK * x.row), "window" if shape.most is None else "capacity", large=False))
     return k, v
