@@ -14,6 +14,7 @@ from steps import LONGEST, OPTIONS, D, options_of, strided
 
 import speedlight as sl
 from speedlight.calls import paged
+from speedlight.cpu.engine import storage
 from speedlight.problem.block_tables import page_lists
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
@@ -319,3 +320,26 @@ def test_a_usual_step_over_a_sequence_that_is_empty_now(rng):
     out, lse = pool.attend(0, [a, b], q, return_lse=True)
     assert (out[0] == want[0][0]).all() and (lse[:, 0] == want[1][:, 0]).all()
     assert out[1].tobytes() == bytes(out[1].nbytes) and (lse[:, 1] == -np.inf).all()
+
+
+@pytest.mark.parametrize("way", ["append", "arrays", "tensors"])
+def test_a_cache_that_grows_by_steps_asks_for_large_pages_once(monkeypatch, way):
+    """From half a page of 2 MiB on, a head's memory is on large pages; the second cache's steps are all repeated."""
+    asked = []
+    monkeypatch.setattr(storage, "ask_for_large_pages", asked.append)
+    x = np.ones((1, 1, 250, 1024), np.float32)  # 256 tokens make a MiB
+    q, k, v = (torch.from_numpy(y) if way == "tensors" else y for y in (x, x, x))
+    for _ in range(2):
+        cache = sl.KVCache(layers=2, kv_heads=1, head_dim=1024, capacity=1024)
+        cache.append(0, k, v)
+        with torch.no_grad():
+            for _ in range(6):
+                step = [y[:, :, :1] for y in (q, k, v)]
+                cache.append(0, *step[1:]) if way == "append" else cache.attend(0, *step)
+            assert (cache.length(0), asked) == (256, [])
+            for _ in range(2):
+                cache.append(0, *step[1:]) if way == "append" else cache.attend(0, *step)
+        assert len(asked) == 4  # keys and values of two layers
+        asked.clear()
+        cache.append(0, k, v)
+        assert not asked
