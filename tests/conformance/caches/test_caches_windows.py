@@ -68,13 +68,15 @@ def fail(*_, **__):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("keep", [0, 20])
 def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, monkeypatch):
-    """New tokens of a ring are written over old ones, to which truncate() could still go back."""
+    """New tokens of a ring are written over old ones, to which truncate() could still go back: also by a step that was
+    prepared before.
+    """
     q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1700, 1700, 16, 16)
     sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
     whole = sl.KVCache(**sizes, capacity=1700)
     mask = sl.window(99, 0) | sl.prefix(keep)
     want = whole.attend(0, q, k, v, mask=mask)
-    for n in (1, SPARE, SPARE + 1, 200, 300, 900):
+    for n in (1, SPARE, SPARE + 1, 200, 300, 900, SPARE + 1, 200):
         cache = sl.KVCache(**sizes, window=100, keep_first=keep)
         cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
         held = cache.keys(0).tobytes()
