@@ -99,6 +99,23 @@ def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, m
             assert out[i].tobytes() == want[i, :, m : m + 1].tobytes(), f"{n} tokens, sequence {i}"
 
 
+@pytest.mark.parametrize("empty", [lambda cache: cache.clear(), lambda cache: cache.truncate(0)])
+def test_an_emptied_ring_is_as_a_new_one(rng, tmp_path, empty):
+    """What was written over before counts no more: it can go back, and its file has no more than its tokens."""
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
+    used, new = (sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100) for _ in range(2))
+    used.append(0, k, v)
+    empty(used)
+    for cache in (used, new):
+        cache.append(0, k[:, :, :50], v[:, :, :50])
+        cache.save(tmp_path / f"{cache is new}.safetensors")
+        cache.truncate(20)
+    sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in (True, False)]
+    assert sizes[0] == sizes[1]
+    step = [x[:, :, 50:60] for x in (q, k, v)]
+    assert used.attend(0, *step).tobytes() == new.attend(0, *step).tobytes()
+
+
 @pytest.mark.parametrize("keep", [0, 5])
 def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
     q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
