@@ -188,11 +188,13 @@ class CacheStorage:
 
     def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
         """Stores what parts() returned."""
+        self.expect(keys[0].shape[2])
         self.keys[layer].fill(keys)
         self.values[layer].fill(values)
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
         """These sequences become those of another cache; counts: of each layer the slots in use."""
+        other.expect(max(map(max, counts)))
         for layer, used in enumerate(counts):
             for to, item in enumerate(indices):
                 blocks = -(-used[item] // BLOCK)
@@ -397,10 +399,8 @@ class PoolStorage:
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
-            if any_lengths:
-                call.run(*addresses, options.seed_word(), lengths, lists)
-            else:
-                call.run(*addresses)
+            more: Any = (options.seed_word(), lengths, lists) if any_lengths else ()
+            call.run(*addresses, *more)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""

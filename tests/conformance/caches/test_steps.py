@@ -323,8 +323,8 @@ def test_a_usual_step_over_a_sequence_that_is_empty_now(rng):
 
 
 @pytest.mark.parametrize("way", ["append", "arrays", "tensors"])
-def test_a_cache_that_grows_by_steps_asks_for_large_pages_once(monkeypatch, way):
-    """From half a page of 2 MiB on, a head's memory is on large pages; the second cache's steps are all repeated."""
+def test_a_cache_that_grows_by_steps_asks_for_large_pages_once(monkeypatch, tmp_path, way):
+    """Once a head fills half of 2 MiB: also where steps are all repeated, as the second cache's are; a copy at once."""
     asked = []
     monkeypatch.setattr(storage, "ask_for_large_pages", asked.append)
     few = (1 << 20) // (4 * 320)  # tokens that fit a MiB
@@ -342,3 +342,8 @@ def test_a_cache_that_grows_by_steps_asks_for_large_pages_once(monkeypatch, way)
         asked.clear()
         cache.append(0, k, k)
         assert not asked
+    cache.save(tmp_path / "long.safetensors")
+    for make in (cache.copy, lambda: sl.KVCache.load(tmp_path / "long.safetensors")):
+        make()
+        assert len(asked) == 4
+        asked.clear()
