@@ -355,3 +355,20 @@ def test_a_backward_pass_keeps_masks_and_biases_only_if_it_may_come_again(retain
             q.grad = None
         gc.collect()
         assert [x() is not None for x in alive] == [retained] * 2
+
+
+def test_an_interrupted_backward_pass_can_be_made_again(monkeypatch):
+    """What it reads is released only once it is done."""
+    q, mask = drawn(2, 3, 20, 16, dtype=torch.float32, grad=True), torch.ones(20, 20, dtype=torch.bool).tril()
+    (want,) = torch.autograd.grad(attend(q, q, q, mask).sum(), q)
+    for _ in range(2):
+        out = attend(q, q, q, mask)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(attending, "_flow_back", interrupted)
+            out.sum().backward()
+        (found,) = torch.autograd.grad(out.sum(), q)
+        assert torch.equal(found, want)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
