@@ -293,15 +293,28 @@ def test_a_recorded_call_of_a_known_form_describes_and_traces_nothing(shape, mon
         assert all(torch.equal(x, y) for x, y in zip(results(*case), those, strict=True))
 
 
-def test_a_known_form_of_a_bias_that_is_written_before_backward_is_refused():
+def test_a_known_form_of_a_mask_that_is_written_before_backward_is_refused():
     q, k, v = (drawn(2, 3, 20, 16, dtype=torch.float32, seed=s, grad=True) for s in range(3))
-    for bias in (drawn(20, 20, dtype=torch.float32), drawn(20, 20, dtype=torch.float32, grad=True)):
+    biases = [drawn(20, 20, dtype=torch.float32), drawn(20, 20, dtype=torch.float32, grad=True)]
+    for mask in (*biases, torch.ones(20, 20, dtype=torch.bool)):
         for _ in range(2):
-            out = attend(q, k, v, bias)
+            out = attend(q, k, v, mask)
             out.sum().backward(retain_graph=True)
-            bias.detach().add_(1)
+            mask.detach()[0] = 0
             with pytest.raises((sl.Error, RuntimeError), match="written to since|modified by an inplace operation"):
                 out.sum().backward()
+
+
+def test_masks_of_inference_mode_are_trained_with_each_time():
+    """They have no version that tells whether somebody wrote to them."""
+    q = drawn(2, 3, 20, 16, dtype=torch.float32, grad=True)
+    masks = drawn(20, 20, dtype=torch.float32), torch.ones(20, 20, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        inferred = [x.clone() for x in masks]
+    for mask, same in zip(masks, inferred, strict=True):
+        (want,) = torch.autograd.grad(attend(q, q, q, mask).sum(), q)
+        for _ in range(3):
+            assert torch.equal(torch.autograd.grad(attend(q, q, q, same).sum(), q)[0], want)
 
 
 def peak(run):
