@@ -317,6 +317,17 @@ def test_masks_of_inference_mode_are_trained_with_each_time():
             assert torch.equal(torch.autograd.grad(attend(q, q, q, same).sum(), q)[0], want)
 
 
+def test_a_part_of_a_frozen_parameter_is_refused_in_a_known_form_too():
+    """No gradient flows through it to the whole."""
+    q, whole = drawn(2, 3, 20, 16, dtype=torch.float32, grad=True), drawn(2, 20, 20, dtype=torch.float32)
+    for _ in range(2):
+        attend(q, q, q, whole[0].clone().requires_grad_()).sum().backward()
+    part = whole[0].requires_grad_()
+    whole.requires_grad_()
+    with pytest.raises(sl.ArgumentError, match="a part of one that requires grad now"):
+        attend(q, q, q, part)
+
+
 def peak(run):
     """What a call takes beyond what is there, at most, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
