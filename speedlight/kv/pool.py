@@ -23,7 +23,7 @@ from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes
 from ..problem.options import AnyArray, ArrayOf, Dtype, Ints, StepCall, StepOptions, T, public, refuse_unknown
 from ..problem.problem import PLAIN, Options
 from ..problem.tokens import BLOCK, Batch, TokenShape
-from .query import Packed, Query, check_asked, packed_tokens, query_of
+from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of
 from .running import run_packed
 from .saving import save_sequence
 from .sequence import PagedSequence
@@ -403,11 +403,8 @@ class PagePool:
         if len(shape) != 3:
             expected = f"shape (total new, q_heads, {self.head_dim})"
             raise ArgumentError(f"q: expected {expected}; got {shape}.{of_packed('q', shape)}")
-        name, lengths = ("new_lengths", new_lengths) if q_lengths is None else ("q_lengths", q_lengths)
-        asked = packed_counts(name, lengths, len(sequences), shape[0])
-        if k is None or v is None:
-            if k is not None or v is not None:
-                raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
+        asked = packed_queries(k, v, new_lengths, q_lengths, len(sequences), shape[0])
+        if k is None:
             return self._read(layer, sequences, Packed([], None, None, query, asked, usual))
         k, v = packed_tokens(self._storage, k, v, shape[0] if q_lengths is None else None)
         counts = asked if q_lengths is None else packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from ..errors.advice import of_packed
-from ..problem.checks import check_flag, check_tokens, item_lengths, new_counts
+from ..problem.checks import check_flag, check_tokens, item_lengths, new_counts, packed_counts
 from ..problem.problem import Options
 from ..problem.tokens import Piece
 from ..problem.windows import Ring
@@ -131,6 +131,17 @@ def padded_tokens(
     if storage.lengths is not None:
         storage.lengths.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
     return k, v, new_counts(new_lengths, batch, n_new)
+
+
+def packed_queries(k: Any, v: Any, new_lengths: Any, q_lengths: Any, sequences: int, rows: int) -> list[int]:
+    """Returns how many of a pool's queries are each sequence's, of a call that stores nothing, too."""
+    if (k is None) != (v is None):
+        raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
+    if k is None and new_lengths is not None and q_lengths is not None:
+        raise ArgumentError("new_lengths: expected None without k and v; q_lengths says whose the queries are.")
+    by_new = q_lengths is None and not (k is new_lengths is None)
+    name, lengths = ("new_lengths", new_lengths) if by_new else ("q_lengths", q_lengths)
+    return packed_counts(name, lengths, sequences, rows)
 
 
 def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:

@@ -89,6 +89,7 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     totals = [x + n for x in lengths]
     if max(totals) > cache.capacity:
         return None
+    storage.expect(max(totals))
 
     def change() -> Any:
         if cache._held[layer] is not held:
@@ -113,6 +114,8 @@ def _run_known(cache: Any, layer: int, held: Any, arrays: tuple[Any, ...], optio
     def change() -> Any:
         if cache._held[layer] is not held:
             return None  # somebody appended since
+        if storage.large_from and max(lengths) >= storage.large_from:
+            storage.expect(max(lengths))  # machine code does not
         result = replay(*given)
         if result is None:
             return None

@@ -272,7 +272,7 @@ def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
     if causal == "top-left" and options.q_start is not None:
         raise ArgumentError("q_start: expected None with causal='top-left', which means q_start=0.")
     if k_start < 0 or k_start % SPAN or k_start > checks.MOST:
-        raise ArgumentError(f"k_start: expected a multiple of {SPAN}, not negative; got {k_start}.")
+        raise ArgumentError(f"k_start: expected a multiple of {SPAN} from 0 to 2^46; got {shown(k_start)}.")
     return Problem(
         sizes.dtype,
         q_heads,

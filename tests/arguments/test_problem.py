@@ -83,6 +83,12 @@ def test_bad_arguments_are_named(name, change, kind):
     assert isinstance(caught.value, (ValueError, TypeError, NotImplementedError))
 
 
+def test_a_first_key_that_is_too_far_is_told_how_far_it_may_be():
+    """2^62 is a multiple of 1024, and not negative."""
+    with pytest.raises(sl.ArgumentError, match=r"^k_start: expected a multiple of 1024 from 0 to 2\^46; got 46116"):
+        sl.attention(**arrays(), q_start=0, k_start=1 << 62)
+
+
 def test_a_tensor_without_numbers_is_not_told_to_move():
     with pytest.raises(sl.UnsupportedError, match=r"^q: .* on meta\. Make it where it has numbers\.$"):
         sl.attention(torch.ones(2, 4, 6, 8, device="meta"), torch.ones(2, 2, 7, 8), torch.ones(2, 2, 7, 8))

@@ -215,6 +215,12 @@ def test_nothing_stops_the_process(name):
         assert (seen(q_len, 40, mask=mask, q_start=0)[0] == right_of(mask, q_len, 40)).all()
 
 
+def test_the_remainder_by_zero_is_zero_in_whole_tiles_too():
+    """They have one quotient by it, and another remainder than themselves."""
+    for mask in (lambda b, h, i, j: i % 0 == 0, lambda b, h, i, j: (j + 200) % 0 < 1, lambda b, h, i, j: j // 0 == 0):
+        assert seen(20, 300, mask=mask, q_start=700)[0].all()
+
+
 def test_what_intervals_cannot_tell_has_64_bits():
     """One unknown integer is enough; the others may be large."""
     for mask in (

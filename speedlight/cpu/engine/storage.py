@@ -119,17 +119,17 @@ class CacheStorage:
         self.keys, self.values = make_stores(shape, blocks, together=False)
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
-        self.pages, self.is_large = self._pages(), False
+        self.pages, self.large_from = self._pages(), LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
         self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
 
-    def _expect(self, tokens: int) -> None:
-        """Asks for large pages once a sequence fills about half of one in each head; before, it is short."""
-        if tokens * max(self.keys[0].row, self.values[0].row) > LARGE_PAGE // 2 and not self.is_large:
-            self.is_large = True
+    def expect(self, tokens: int) -> None:
+        """Asks for large pages, once, where a sequence fills half of one in each head: from `large_from` tokens on."""
+        if self.large_from and tokens >= self.large_from:
             for store in (*self.keys, *self.values):
                 ask_for_large_pages(store.memory)
+            self.large_from = 0
 
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
@@ -155,7 +155,7 @@ class CacheStorage:
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
-        self._expect(max(lengths) + most)
+        self.expect(max(lengths) + most)
         # a ring comes round: what later tokens write over is not stored, and no two threads may write to one block,
         # where tokens of a pair are stored together
         size, first, step = self.ring.size, 0, most
@@ -188,11 +188,13 @@ class CacheStorage:
 
     def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
         """Stores what parts() returned."""
+        self.expect(keys[0].shape[2])
         self.keys[layer].fill(keys)
         self.values[layer].fill(values)
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
         """These sequences become those of another cache; counts: of each layer the slots in use."""
+        other.expect(max(map(max, counts)))
         for layer, used in enumerate(counts):
             for to, item in enumerate(indices):
                 blocks = -(-used[item] // BLOCK)
@@ -259,7 +261,7 @@ class CacheStorage:
         if len(q.shape) != 4 or 0 in q.shape or not min(lengths):
             return None
         most = spans_of(max(lengths))
-        self._expect(max(lengths))
+        self.expect(max(lengths))
 
         def make() -> Prepared:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
@@ -397,10 +399,8 @@ class PoolStorage:
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
-            if any_lengths:
-                call.run(*addresses, options.seed_word(), lengths, lists)
-            else:
-                call.run(*addresses)
+            more: Any = (options.seed_word(), lengths, lists) if any_lengths else ()
+            call.run(*addresses, *more)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""

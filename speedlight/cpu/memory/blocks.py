@@ -130,11 +130,11 @@ class Coded(Store):
 LARGE_PAGE = 2 << 20  # bytes
 
 
-def reserved(shape: tuple[int, ...], *, filled: bool = False) -> np.ndarray:
+def reserved(shape: tuple[int, ...], name: str, *, filled: bool = False) -> np.ndarray:
     """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
     no memory. Pages are large where all bytes will be `filled`, or where heads, (…, blocks, bytes), share them and are
     too much for caches of the CPU: elsewhere most of one would be zeroed for nothing where a sequence is short of the
-    capacity.
+    capacity. `name`: of the argument that asks for so many.
     """
     count, head = math.prod(shape), math.prod(shape[-2:])
     try:
@@ -142,8 +142,7 @@ def reserved(shape: tuple[int, ...], *, filled: bool = False) -> np.ndarray:
     except (OSError, OverflowError, ValueError) as error:
         pass_on(error, Exception)
         raise ReservationError(
-            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
-            "dtype."
+            f"{name}: {shown(count)} bytes cannot be reserved ({error}). Reduce the {name}, layers or dtype."
         ) from None
     return np.frombuffer(memory, np.uint8, count).reshape(shape)
 
@@ -164,10 +163,10 @@ def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -
     )
     for keys, values in zip(k, v, strict=True):
         if together:
-            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), filled=together)
+            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), "pages", filled=True)
             keys.use(whole)
             values.use(whole, BLOCK * keys.row)
         else:
             for x in (keys, values):
-                x.use(reserved((*blocks, BLOCK * x.row)))
+                x.use(reserved((*blocks, BLOCK * x.row), "window" if shape.most is None else "capacity"))
     return k, v

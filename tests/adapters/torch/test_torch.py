@@ -269,16 +269,16 @@ def test_tangents():
 @pytest.mark.parametrize("dims", [(0, 0, 0), (2, None, 1), (None, 3, None)], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"causal": True}, {"mask": lambda b, h, i, j: j <= i + b}, {"k_lengths": [5, 9]}, {"dropout": 0.5, "seed": 3}],
-    ids=["plain", "item", "lengths", "dropout"],
-)
+    [{"causal": True}, {"mask": lambda b, h, i, j: j <= i + b}, {"k_lengths": [5, 9]}, {"dropout": 0.5, "seed": 3},
+     {"score": torch.arange(2.0)[:, None, None, None]}],
+    ids=["plain", "item", "lengths", "dropout", "bias"],
+)  # fmt: skip
 def test_vmap(dims, options):
     """Every example is what it would be alone."""
     torch.manual_seed(0)
     b, h, kv, n, d = SHAPE
     shapes = [(b, x, n, d) for x in (h, kv, kv)]
-    given = [torch.randn(s) if at is None else torch.randn(*s[:at], 3, *s[at:])
-             for s, at in zip(shapes, dims, strict=True)]  # fmt: skip
+    given = [torch.randn(s if at is None else (*s[:at], 3, *s[at:])) for s, at in zip(shapes, dims, strict=True)]
 
     def function(q, k, v):
         return speedlight.torch.attention(q, k, v, return_lse=True, **options)

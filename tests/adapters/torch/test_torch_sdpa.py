@@ -293,15 +293,39 @@ def test_a_recorded_call_of_a_known_form_describes_and_traces_nothing(shape, mon
         assert all(torch.equal(x, y) for x, y in zip(results(*case), those, strict=True))
 
 
-def test_a_known_form_of_a_bias_that_is_written_before_backward_is_refused():
+def test_a_known_form_of_a_mask_that_is_written_before_backward_is_refused():
     q, k, v = (drawn(2, 3, 20, 16, dtype=torch.float32, seed=s, grad=True) for s in range(3))
-    for bias in (drawn(20, 20, dtype=torch.float32), drawn(20, 20, dtype=torch.float32, grad=True)):
+    biases = [drawn(20, 20, dtype=torch.float32), drawn(20, 20, dtype=torch.float32, grad=True)]
+    for mask in (*biases, torch.ones(20, 20, dtype=torch.bool)):
         for _ in range(2):
-            out = attend(q, k, v, bias)
+            out = attend(q, k, v, mask)
             out.sum().backward(retain_graph=True)
-            bias.detach().add_(1)
+            mask.detach()[0] = 0
             with pytest.raises((sl.Error, RuntimeError), match="written to since|modified by an inplace operation"):
                 out.sum().backward()
+
+
+def test_masks_of_inference_mode_are_trained_with_each_time():
+    """They have no version that tells whether somebody wrote to them."""
+    q = drawn(2, 3, 20, 16, dtype=torch.float32, grad=True)
+    masks = drawn(20, 20, dtype=torch.float32), torch.ones(20, 20, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        inferred = [x.clone() for x in masks]
+    for mask, same in zip(masks, inferred, strict=True):
+        (want,) = torch.autograd.grad(attend(q, q, q, mask).sum(), q)
+        for _ in range(3):
+            assert torch.equal(torch.autograd.grad(attend(q, q, q, same).sum(), q)[0], want)
+
+
+def test_a_part_of_a_frozen_parameter_is_refused_in_a_known_form_too():
+    """No gradient flows through it to the whole."""
+    q, whole = drawn(2, 3, 20, 16, dtype=torch.float32, grad=True), drawn(2, 20, 20, dtype=torch.float32)
+    for _ in range(2):
+        attend(q, q, q, whole[0].clone().requires_grad_()).sum().backward()
+    part = whole[0].requires_grad_()
+    whole.requires_grad_()
+    with pytest.raises(sl.ArgumentError, match="a part of one that requires grad now"):
+        attend(q, q, q, part)
 
 
 def peak(run):
@@ -355,3 +379,21 @@ def test_a_backward_pass_keeps_masks_and_biases_only_if_it_may_come_again(retain
             q.grad = None
         gc.collect()
         assert [x() is not None for x in alive] == [retained] * 2
+
+
+def test_an_interrupted_backward_pass_can_be_made_again(monkeypatch):
+    """What it reads is released only once it is done."""
+    q, mask = drawn(2, 3, 20, 16, dtype=torch.float32, grad=True), torch.ones(20, 20, dtype=torch.bool).tril()
+    (want,) = torch.autograd.grad(attend(q, q, q, mask).sum(), q)
+    for _ in range(2):
+        total = attend(q, q, q, mask).sum()
+        with monkeypatch.context() as patch:
+            patch.setattr(attending, "_flow_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                total.backward()
+        (found,) = torch.autograd.grad(total, q)
+        assert torch.equal(found, want)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt

@@ -92,10 +92,10 @@ def test_float8_by_its_names():
 
 
 def test_memory_that_cannot_be_reserved_is_an_error_of_ours():
-    for sizes in ({"capacity": 1 << 46, "head_dim": 1 << 40}, {"window": 1 << 46, "head_dim": 8}):
-        with pytest.raises(sl.ReservationError, match="capacity"):
-            sl.KVCache(layers=1, kv_heads=1, **sizes)
-    with pytest.raises(sl.ReservationError, match="pages"):
+    for name, head_dim in (("capacity", 1 << 40), ("window", 8)):
+        with pytest.raises(sl.ReservationError, match=rf"^{name}: .* Reduce the {name}, layers or dtype"):
+            sl.KVCache(layers=1, kv_heads=1, head_dim=head_dim, **{name: 1 << 46})
+    with pytest.raises(sl.ReservationError, match="^pages: .* Reduce the pages"):
         sl.PagePool(layers=1, pages=1 << 46, page_size=16, kv_heads=1, head_dim=8)
 
 

@@ -12,6 +12,7 @@ from conftest import FULL
 from problems import CODES, DTYPES, numpy_dtype, qkv, taken
 
 import speedlight as sl
+from speedlight.arrays.files import read_arrays, read_metadata, write_arrays
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
@@ -168,3 +169,25 @@ def test_a_sequence_of_a_pool_is_saved_as_a_cache(rng, tmp_path, dtype):
         assert cache.attend(layer, q.swapaxes(0, 1)[None])[0, :, 0].tobytes() == one[0].tobytes()
     with pytest.raises(sl.FileError, match="expected a name that ends in .safetensors"):
         mine.save(tmp_path / "sequence")
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_signs_of_scales_that_are_zero_or_nan_are_dropped(rng, tmp_path, dtype):
+    """A row of zeros has a scale of +0, one with a NaN a scale of NaN: kernels read a sign there as another thing."""
+    cache = made(dtype=dtype)
+    _, k, v = qkv(rng, taken(dtype), 1, 4, 2, 20, 20, cache.head_dim, cache.value_dim)
+    k[:, :, 3] = v[:, :, 3] = 0
+    k[:, :, 19, 0] = v[:, :, 19, 0] = np.nan
+    cache.append(0, k, v)
+    path = tmp_path / "signs.safetensors"
+    cache.save(path)
+    stored, words = read_arrays([path]), read_metadata(path)
+    for name, x in stored.items():
+        if "_scale" in name:
+            assert (x == 0).any() and np.isnan(x).any()
+            stored[name] = np.where((x == 0) | np.isnan(x), np.copysign(x, np.float32(-1)), x)
+    write_arrays(path, stored, words)
+    again = sl.KVCache.load(path)
+    parts = [x._storage.parts(0, [20]) for x in (cache, again)]
+    for mine, theirs in zip(*parts, strict=True):
+        assert mine[1].tobytes() == theirs[1].tobytes()

@@ -68,13 +68,15 @@ def fail(*_, **__):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("keep", [0, 20])
 def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, monkeypatch):
-    """New tokens of a ring are written over old ones, to which truncate() could still go back."""
+    """New tokens of a ring are written over old ones, to which truncate() could still go back: also by a step that was
+    prepared before.
+    """
     q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1700, 1700, 16, 16)
     sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
     whole = sl.KVCache(**sizes, capacity=1700)
     mask = sl.window(99, 0) | sl.prefix(keep)
     want = whole.attend(0, q, k, v, mask=mask)
-    for n in (1, SPARE, SPARE + 1, 200, 300, 900):
+    for n in (1, SPARE, SPARE + 1, 200, 300, 900, SPARE + 1, 200):
         cache = sl.KVCache(**sizes, window=100, keep_first=keep)
         cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
         held = cache.keys(0).tobytes()
@@ -95,6 +97,23 @@ def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, m
         out = cache.attend(0, *one)
         for i, m in enumerate(first):
             assert out[i].tobytes() == want[i, :, m : m + 1].tobytes(), f"{n} tokens, sequence {i}"
+
+
+@pytest.mark.parametrize("empty", [lambda cache: cache.clear(), lambda cache: cache.truncate(0)])
+def test_an_emptied_ring_is_as_a_new_one(rng, tmp_path, empty):
+    """What was written over before counts no more: it can go back, and its file has no more than its tokens."""
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
+    used, new = (sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100) for _ in range(2))
+    used.append(0, k, v)
+    empty(used)
+    for cache in (used, new):
+        cache.append(0, k[:, :, :50], v[:, :, :50])
+        cache.save(tmp_path / f"{cache is new}.safetensors")
+        cache.truncate(20)
+    sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in (True, False)]
+    assert sizes[0] == sizes[1]
+    step = [x[:, :, 50:60] for x in (q, k, v)]
+    assert used.attend(0, *step).tobytes() == new.attend(0, *step).tobytes()
 
 
 @pytest.mark.parametrize("keep", [0, 5])

@@ -14,6 +14,7 @@ from steps import LONGEST, OPTIONS, D, options_of, strided
 
 import speedlight as sl
 from speedlight.calls import paged
+from speedlight.cpu.engine import storage
 from speedlight.problem.block_tables import page_lists
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
@@ -319,3 +320,30 @@ def test_a_usual_step_over_a_sequence_that_is_empty_now(rng):
     out, lse = pool.attend(0, [a, b], q, return_lse=True)
     assert (out[0] == want[0][0]).all() and (lse[:, 0] == want[1][:, 0]).all()
     assert out[1].tobytes() == bytes(out[1].nbytes) and (lse[:, 1] == -np.inf).all()
+
+
+@pytest.mark.parametrize("way", ["append", "arrays", "tensors"])
+def test_a_cache_that_grows_by_steps_asks_for_large_pages_once(monkeypatch, tmp_path, way):
+    """Once a head fills half of 2 MiB: also where steps are all repeated, as the second cache's are; a copy at once."""
+    asked = []
+    monkeypatch.setattr(storage, "ask_for_large_pages", asked.append)
+    few = (1 << 20) // (4 * 320)  # tokens that fit a MiB
+    x = np.ones((1, 1, few - 6, 320), np.float32)
+    one = x[:, :, :1].copy()  # side by side: machine code repeats such steps of tensors
+    k, step = (torch.from_numpy(y) if way == "tensors" else y for y in (x, one))
+    for _ in range(2):
+        cache = sl.KVCache(layers=2, kv_heads=1, head_dim=320, capacity=2048)
+        cache.append(0, k, k)
+        with torch.no_grad():
+            for n in range(8):
+                cache.append(0, step, step) if way == "append" else cache.attend(0, step, step, step)
+                assert n > 5 or not asked
+        assert len(asked) == 4  # keys and values of two layers
+        asked.clear()
+        cache.append(0, k, k)
+        assert not asked
+    cache.save(tmp_path / "long.safetensors")
+    for make in (cache.copy, lambda: sl.KVCache.load(tmp_path / "long.safetensors")):
+        make()
+        assert len(asked) == 4
+        asked.clear()

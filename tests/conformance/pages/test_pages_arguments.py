@@ -27,6 +27,14 @@ CALLS = [
         lambda p, s, q, k, v: p.attend(0, [s, p.sequence()], q, k, v),
         "new_lengths: expected 2 ints, one per sequence, that add up to the 3 tokens; got None, which is one each",
     ),
+    (
+        lambda p, s, q, k, v: p.attend(0, [s, p.sequence()], q),
+        "q_lengths: expected 2 ints, one per sequence, that add up to the 3 queries; got None, which is one each",
+    ),
+    (
+        lambda p, s, q, k, v: p.attend(0, [s], q, new_lengths=[3], q_lengths=[3]),
+        "new_lengths: expected None without k and v",
+    ),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, new_lengths=[3.0]), "new_lengths: expected 1 ints"),
     (
         lambda p, s, q, k, v: p.attend(0, [s], q, k.astype(np.float64), v),
