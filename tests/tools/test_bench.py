@@ -15,6 +15,8 @@ from speedlight import reference
 from speedlight.problem.options import AllOptions
 from speedlight.tools import bench, measuring, peers
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+
 PROBLEMS = {
     "causal": "--causal",
     "grouped": "--kv-heads 2 --value-dim 24 --dtype bfloat16",

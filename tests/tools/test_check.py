@@ -13,6 +13,8 @@ from speedlight.arrays.files import read_arrays, write_arrays
 from speedlight.host import machine
 from speedlight.tools import cache_accuracy, checking
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+
 
 def test_check(here):  # noqa: F811
     done = here("check")

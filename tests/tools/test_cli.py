@@ -18,6 +18,8 @@ from speedlight.errors import FileError
 from speedlight.host.machine import current_isa, host_isas, isa_named
 from speedlight.tools import cli
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+
 EXAMPLE = ROOT / "examples" / "minilm-layer3.safetensors"
 
 
