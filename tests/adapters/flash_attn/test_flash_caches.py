@@ -11,6 +11,8 @@ import speedlight as sl
 import speedlight.flash_attn as fa
 from speedlight.flash_attn import v3
 
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+
 D, HEADS, KV = 16, 4, 2
 
 

@@ -338,7 +338,7 @@ ENDS = {  # the last lines, the exit code, what is printed
     "thread": ("threading.Thread(target=lambda: print(late(q, w).sum())).start()", 0, "1024.0"),
 }  # fmt: skip
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-ends = [pytest.param(x, marks=needs_fork) if x == "fork" else x for x in (ENDS if FULL else ["shape", "saved", "fork"])]
+ends = [pytest.param(x, marks=needs_fork) if x == "fork" else x for x in (ENDS if FULL else ["shape", "fork"])]
 
 
 @pytest.mark.parametrize("name", ends)

@@ -1,6 +1,6 @@
 """A Llama of two layers in float64, beside PyTorch's attention: eager's softmax is of float32 at most.
 
-test_transformers_models.py has other models, beside eager.
+test_transformers_models.py has other models, in float32.
 """
 
 from __future__ import annotations
