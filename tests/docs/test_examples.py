@@ -26,7 +26,7 @@ def loaded(name):
     return module
 
 
-@pytest.mark.usefixtures("one_width")
+@pytest.mark.usefixtures("one_width", "small_tiles")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_the_example_says_the_same_whatever_the_chunks_and_threads(dtype):
     generate = loaded("generate")

@@ -25,7 +25,9 @@ from pools import check_accounts, forget_steps
 
 import speedlight as sl
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_width", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 
 MOST = 100_000 if FULL else 8  # places of a call that are tried
 

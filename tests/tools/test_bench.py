@@ -15,7 +15,9 @@ from speedlight import reference
 from speedlight.problem.options import AllOptions
 from speedlight.tools import bench, measuring, peers
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_width", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 
 PROBLEMS = {
     "causal": "--causal",

@@ -14,7 +14,9 @@ import speedlight as sl
 from speedlight.tools import measuring, peers
 from speedlight.tools.measuring import alternate, wrong
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_width", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 
 ROOT = Path(sl.__file__).parent.parent
 

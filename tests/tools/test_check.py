@@ -13,7 +13,9 @@ from speedlight.arrays.files import read_arrays, write_arrays
 from speedlight.host import machine
 from speedlight.tools import cache_accuracy, checking
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_width", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 
 
 def test_check(here):  # noqa: F811

@@ -11,7 +11,9 @@ import speedlight as sl
 import speedlight.flash_attn as fa
 from speedlight.flash_attn import v3
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_kernel", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 
 D, HEADS, KV = 16, 4, 2
 

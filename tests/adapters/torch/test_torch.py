@@ -17,7 +17,9 @@ from speedlight.autograd import operators as ops
 from speedlight.autograd.forms import tensors_of, text_of
 from speedlight.problem.problem import Options
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_kernel", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 SHAPE = 2, 4, 2, 12, 8  # batch, q_heads, kv_heads, length, dim
 
 

@@ -21,7 +21,9 @@ from speedlight.expressions.tables import Table
 from speedlight.expressions.tracing import Expression
 from speedlight.problem.problem import Options
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_kernel", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 attention = speedlight.torch.attention
 TABLE = sl.table(np.float32([1.0, 2.0]))
 WINDOW = sl.window(3, 0)

@@ -19,7 +19,9 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.expressions.tree import evaluate
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_kernel", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 BATCH, HEADS, SIDE = 2, 2, 8
 LENGTH = SIDE * SIDE
 GENERATOR = torch.Generator().manual_seed(5)

@@ -13,7 +13,9 @@ from torch import nn
 import speedlight as sl
 from speedlight.torch import Attention
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_width", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 N, DIM = 37, 32
 
 

@@ -14,7 +14,9 @@ from speedlight.torch import report, sdpa
 
 __all__ = ["counted"]
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_kernel", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 
 
 FLASH_FORMS = {  # causal or not, and what else

@@ -25,7 +25,9 @@ from speedlight.autograd import attending
 from speedlight.calls import backward, dense
 from speedlight.expressions.tables import Table
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_kernel", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 F = torch.nn.functional
 attend = speedlight.torch.scaled_dot_product_attention
 

@@ -15,7 +15,9 @@ import speedlight as sl
 from speedlight.kv import running
 from speedlight.problem.windows import SPARE
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_width", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 
 __all__ = ["known"]
 DIM = 32

@@ -1,4 +1,4 @@
-"""Models of transformers, seeded and small, and MiniLM's real weights: logits, gradients and tokens are eager's."""
+"""Models of transformers, seeded and small, and MiniLM's real weights: logits, gradients and tokens are their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from conftest import FULL, ROOT
 
 import speedlight.transformers
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures(
+    "one_kernel", "small_tiles"
+)  # kernels of few shapes: engines' tests have the others
 EXAMPLE = ROOT / "examples" / "semantic_search.py"
 MODELS = {
     "decoders": "llama mistral gemma2 gemma3_text gpt_oss qwen3 phi3 deepseek_v3 llama4_text gpt2",
