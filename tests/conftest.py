@@ -144,7 +144,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         import on_gpu  # noqa: F401
     yield
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)  # a kernel is some 100,000 objects, no garbage until it is text
+    gc.set_threshold(300_000, 20, 20)  # a kernel is some 100,000 objects, no garbage until it is text
     gc.enable()
 
 

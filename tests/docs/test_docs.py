@@ -20,9 +20,7 @@ from conftest import FULL, ROOT
 import speedlight as sl
 from speedlight.errors import how_to_install
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
 PACKAGE = ROOT / "speedlight"
 README = (PACKAGE.parent / "README.md").read_text()

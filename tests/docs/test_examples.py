@@ -274,5 +274,5 @@ def test_a_process_without_tokens_of_the_prompt_goes_through_every_layer():
 
 def run(name, *words):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words]
-    here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}  # more would wait in tight loops
     return subprocess.run(command, capture_output=True, text=True, timeout=300, encoding="utf-8", env=here)

@@ -25,9 +25,7 @@ from pools import check_accounts, forget_steps
 
 import speedlight as sl
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
 MOST = 100_000 if FULL else 8  # places of a call that are tried
 

@@ -9,6 +9,7 @@ for each says how it went.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import sys
@@ -199,6 +200,7 @@ def forked(ranks: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # as conftest.py: a kernel is some 100,000 objects
     wanted = [x for x in CASES if re.search(os.environ.get("CASE", ""), x)]
     for count in map(int, sys.argv[1:]):
         forked(count, wanted)

@@ -15,9 +15,7 @@ from speedlight import reference
 from speedlight.problem.options import AllOptions
 from speedlight.tools import bench, measuring, peers
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
 PROBLEMS = {
     "causal": "--causal",

@@ -14,9 +14,7 @@ import speedlight as sl
 from speedlight.tools import measuring, peers
 from speedlight.tools.measuring import alternate, wrong
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
 ROOT = Path(sl.__file__).parent.parent
 

@@ -13,9 +13,7 @@ from speedlight.arrays.files import read_arrays, write_arrays
 from speedlight.host import machine
 from speedlight.tools import cache_accuracy, checking
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
 
 def test_check(here):  # noqa: F811

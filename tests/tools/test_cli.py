@@ -18,9 +18,7 @@ from speedlight.errors import FileError
 from speedlight.host.machine import current_isa, host_isas, isa_named
 from speedlight.tools import cli
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
 EXAMPLE = ROOT / "examples" / "minilm-layer3.safetensors"
 

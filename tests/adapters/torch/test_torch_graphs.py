@@ -21,9 +21,7 @@ from speedlight.expressions.tables import Table
 from speedlight.expressions.tracing import Expression
 from speedlight.problem.problem import Options
 
-pytestmark = pytest.mark.usefixtures(
-    "one_kernel", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
 attention = speedlight.torch.attention
 TABLE = sl.table(np.float32([1.0, 2.0]))
 WINDOW = sl.window(3, 0)
@@ -61,31 +59,17 @@ def near(q):
     return attention(q, q, q, mask=lambda b, h, i, j: i - j < n)
 
 
-def added(q):
-    return attention(q, q, q, score=[q[0, 0, :, 0], look_up], mask=q[0, :, None, :, 0].mT[:, :1] > -1)
-
-
-FUNCTIONS = {
-    "plain": lambda q: attention(q, q, q, causal=True),
-    "function": lambda q: attention(q, q, q, score=look_up),
-    "closure": near,
-    "lengths": lambda q: attention(q, q, q, q_lengths=[3, 4], k_lengths=[3, 4]),
-    "blhd": lambda q: attention(q, q, q, layout="blhd", window=(2, None), return_lse=True)[1],
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS if FULL else ["closure"])
 @pytest.mark.parametrize("dynamic", [False, *[True] * FULL])  # as numbers of a graph are
-def test_compiled(q, name, dynamic):
-    function = FUNCTIONS[name]
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+def test_compiled(q, dynamic):
+    """A function that a call makes; test_torch_any_door.py has other options."""
+    compiled = torch.compile(near, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for x in (q, torch.cat([q, q + 1])[:2]):
         given = x.clone().requires_grad_()
-        want, got = function(x), compiled(given)
+        want, got = near(x), compiled(given)
         assert torch.equal(got, want)
         got.sin().sum().backward()
         again = x.clone().requires_grad_()
-        function(again).sin().sum().backward()
+        near(again).sin().sum().backward()
         assert torch.equal(given.grad, again.grad)
 
 

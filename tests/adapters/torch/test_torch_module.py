@@ -13,9 +13,7 @@ from torch import nn
 import speedlight as sl
 from speedlight.torch import Attention
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 N, DIM = 37, 32
 
 

@@ -25,9 +25,7 @@ from speedlight.autograd import attending
 from speedlight.calls import backward, dense
 from speedlight.expressions.tables import Table
 
-pytestmark = pytest.mark.usefixtures(
-    "one_kernel", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
 F = torch.nn.functional
 attend = speedlight.torch.scaled_dot_product_attention
 

@@ -15,9 +15,7 @@ import speedlight as sl
 from speedlight.kv import running
 from speedlight.problem.windows import SPARE
 
-pytestmark = pytest.mark.usefixtures(
-    "one_width", "small_tiles"
-)  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
 __all__ = ["known"]
 DIM = 32
