@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,7 +79,7 @@ for number, code in enumerate(CODES):
 """
 
 
-def run_alone(codes: list[str], folder: Path) -> list[str]:
+def run_alone(codes: Sequence[str], folder: Path) -> list[str]:
     """What each of some codes prints in a process of its own, in an empty folder; warnings are errors. Where a process
     can fork, other libraries are imported once.
     """
@@ -112,18 +112,12 @@ TUTORIAL = code_of((ROOT / "docs" / "tutorial.md").read_text())
 ALONE = [block for block in code_of(README + FAQ) if "transformers" not in block[0] or find_spec("transformers")]
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory) -> list[str]:
-    """What blocks print, each alone."""
-    return run_alone([code for code, _ in ALONE], tmp_path_factory.mktemp("alone"))
-
-
-@pytest.mark.parametrize("number", range(len(ALONE)))
-def test_blocks_run_pasted_alone(printed, number):
+def test_blocks_run_pasted_alone(tmp_path):
     """Those of the README and of questions: drop-in ones say that they are used, all say what came."""
-    told = ALONE[number][1]
-    assert told, "a reader sees no result"
-    assert_prints(printed[number], told)
+    codes, told = zip(*ALONE, strict=True)
+    assert all(told), "a reader sees no result"
+    for printed, lines in zip(run_alone(codes, tmp_path), told, strict=True):
+        assert_prints(printed, lines)
 
 
 def test_the_tutorial_says_what_it_prints(tmp_path, monkeypatch, capsys):
