@@ -33,7 +33,7 @@ SUPPORT = ROOT / "tests" / "support"
 HELPERS = sorted(x.stem for x in SUPPORT.glob("*.py"))
 pytest.register_assert_rewrite(*HELPERS)
 
-from engines import CPU, Engine, one_vector, tuned  # noqa: E402
+from engines import CPU, SMALL_TILES, Engine, one_vector, tuned  # noqa: E402
 from problems import DIMS, DTYPES, LENGTHS  # noqa: E402
 from tolerance import assert_gradients  # noqa: E402
 
@@ -115,6 +115,13 @@ def one_kernel(one_width: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backward_schedule, "_WORTH", {3: 1.0})
 
 
+@pytest.fixture
+def small_tiles() -> Iterator[None]:
+    """A short run's kernels hold few sums at once, too, where what is tested is above them: half of LLVM's work."""
+    with contextlib.nullcontext() if FULL else tuned(tiles=(SMALL_TILES,)):
+        yield
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A short run has the tests of every unit, dtype and option, not of each combination: kernels take long to make."""
     if FULL:
@@ -137,6 +144,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         import on_gpu  # noqa: F401
     yield
     gc.freeze()
+    gc.set_threshold(300_000, 20, 20)  # a kernel is some 100,000 objects, no garbage until it is text
     gc.enable()
 
 

@@ -13,6 +13,8 @@ from conftest import ROOT
 from speedlight.tools import cli
 from speedlight.tools.options import ProblemOptions
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 PAGE = (ROOT / "docs" / "command-line.md").read_text()
 COMMANDS = list(dict.fromkeys(re.findall(r"^speedlight ([^#\n]*[^#\s])", PAGE, re.MULTILINE)))
 ELSEWHERE = ("tune", "check", "info")  # which take long, or say what is of this machine; test_tuning.py, test_check.py

@@ -26,7 +26,7 @@ def loaded(name):
     return module
 
 
-@pytest.mark.usefixtures("one_width")
+@pytest.mark.usefixtures("one_width", "small_tiles")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_the_example_says_the_same_whatever_the_chunks_and_threads(dtype):
     generate = loaded("generate")
@@ -66,23 +66,6 @@ def test_wrong_numbers_are_named(name, arguments, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def train_bytes():
     return loaded("train_bytes")
-
-
-@pytest.fixture(scope="module")
-def runs(train_bytes):
-    """Losses of the same few steps through each attention."""
-    data, losses = train_bytes.batches(train_bytes.text(), 5, 2, 64, 0), {}
-    for engine in train_bytes.ENGINES:
-        torch.manual_seed(0)
-        losses[engine] = train_bytes.train(train_bytes.Model(engine), data, 4e-3)
-    return losses
-
-
-@pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1: the example says its losses beside PyTorch's")
-def test_the_losses_follow_those_of_pytorch_step_by_step(runs):
-    np.testing.assert_allclose(*runs.values(), rtol=1e-5)
-    ours = runs["speedlight"]
-    assert 5 < ours[0] < 6.5 and ours[-1] < ours[0] - 0.5
 
 
 def test_gradients_are_those_of_pytorch(train_bytes):
@@ -291,5 +274,5 @@ def test_a_process_without_tokens_of_the_prompt_goes_through_every_layer():
 
 def run(name, *words):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words]
-    here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}  # more would wait in tight loops
     return subprocess.run(command, capture_output=True, text=True, timeout=300, encoding="utf-8", env=here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import re
@@ -31,12 +32,22 @@ def room_of(module: str) -> str | None:
     return found[0] if found else None
 
 
+@functools.cache
+def imports() -> dict[str, tuple[set[str], set[str]]]:
+    """Returns the modules that each module imports, and those that it imports as it runs, not for types."""
+    found = {}
+    for own, path in MODULES.items():
+        tree, is_package = ast.parse(path.read_text()), path.name == "__init__.py"
+        everything = imported(tree, own, is_package) & set(MODULES)
+        found[own] = everything, imported(without_types(tree), own, is_package) & set(MODULES)
+    return found
+
+
 def imports_between_rooms() -> dict[tuple[str, str], list[str]]:
     """Returns, of each pair of rooms, the modules of the first that import the second."""
     found: dict[tuple[str, str], list[str]] = {}
-    for own, path in MODULES.items():
+    for own, (targets, _) in imports().items():
         here = room_of(own)
-        targets = imported(path.read_text(), own, path.name == "__init__.py") & set(MODULES)
         for there in {room_of(x) for x in targets} - {None, here}:
             if here is not None and there is not None:
                 found.setdefault((here, there), []).append(own)
@@ -62,12 +73,12 @@ def test_rooms_and_imports_are_few():
     assert len([pair for pair in imports_between_rooms() if "" not in pair]) <= 135
 
 
-def imported(source: str | ast.Module, own: str, is_package: bool) -> set[str]:
+def imported(tree: ast.Module, own: str, is_package: bool) -> set[str]:
     """Modules of the package that a module imports, in whatever way it says so, relative to the package."""
     found = set()
     here = own.split(".") if own else []
     here = here if is_package else here[:-1]
-    for node in ast.walk(ast.parse(source) if isinstance(source, str) else source):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {
                 x.name.removeprefix("speedlight").removeprefix(".")
@@ -89,13 +100,8 @@ def imported(source: str | ast.Module, own: str, is_package: bool) -> set[str]:
 
 def test_no_files_import_each_other():
     """Files of a room build on each other one way, too, but for those that name a type."""
-    trees = {name: (ast.parse(path.read_text()), path.name == "__init__.py") for name, path in MODULES.items()}
-    edges = {name: imported(without_types(tree), name, pack) & set(MODULES) for name, (tree, pack) in trees.items()}
-    list(
-        graphlib.TopologicalSorter(
-            {a: {b for b in edges[a] - {a} if room_of(a) == room_of(b)} for a in edges}
-        ).static_order()
-    )
+    edges = {a: {b for b in run - {a} if room_of(a) == room_of(b)} for a, (_, run) in imports().items()}
+    graphlib.TopologicalSorter(edges).prepare()  # raises where there is a circle
 
 
 def without_types(tree: ast.Module) -> ast.Module:
@@ -120,4 +126,4 @@ def without_types(tree: ast.Module) -> ast.Module:
     ],
 )
 def test_every_way_to_import_is_seen(source, own, expected):
-    assert expected in imported(source, own, False)
+    assert expected in imported(ast.parse(source), own, False)

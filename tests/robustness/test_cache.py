@@ -57,11 +57,7 @@ def result(process: subprocess.Popen) -> list[str]:
 
 
 def use(directory: Path, **environment: str) -> list[str]:
-    """What a fresh process says; a short run asks this one, as if it were fresh, and asks LLVM once."""
-    return result(start(directory, **environment)) if FULL else here(directory, **environment)
-
-
-def here(directory: Path, **environment: str) -> list[str]:
+    """What a fresh process says, by this one, as if it were fresh; LLVM is asked once."""
     q = np.random.default_rng(0).standard_normal((1, 2, 10, 4)).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -180,7 +176,7 @@ def test_no_place_at_all(tmp_path):
     assert use(blocked / "cache") == ["True", "1", "False"]
     assert use(tmp_path / "unused", SPEEDLIGHT_CACHE="0") == ["True", "0", "False"]
     with pytest.raises(sl.ArgumentError, match=r"^SPEEDLIGHT_CACHE: expected 0 \(keep no kernels\) or 1 .*got 'maybe'"):
-        here(tmp_path / "unused", SPEEDLIGHT_CACHE="maybe")
+        use(tmp_path / "unused", SPEEDLIGHT_CACHE="maybe")
     assert not (tmp_path / "unused").exists()
 
 

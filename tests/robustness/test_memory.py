@@ -30,7 +30,7 @@ def guarded() -> list[Guarded]:
 
 @pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_guard_pages(isa, guarded, dtype):
+def test_guard_pages(engine, guarded, dtype):
     """Inputs sealed read-only, guards on both sides, every tail of every dim and length: a fault kills the process."""
     rng = np.random.default_rng(7)
     kind = numpy_dtype(dtype)

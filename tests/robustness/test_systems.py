@@ -175,6 +175,7 @@ OBJECTS = {  # unit, system, triple, and what its object files begin with
 }
 
 
+@pytest.mark.each("name", "kind")
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.parametrize("kind", ["forward", "backward", "decode", "merge", "append"] if FULL else ["decode", "merge"])
 def test_kernels_become_the_objects_of_other_systems(on, name, kind):

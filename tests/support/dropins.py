@@ -9,6 +9,7 @@ for each says how it went.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ import dropins_rings
 import sharded_cache
 import torch
 import torch.distributed as dist
-from engines import one_vector, tuned
+from engines import SMALL_TILES, one_vector, tuned
 from sharded_cache import FULL, HEADS, refused
 from turns import make_in_turn
 from whole_tensors import close, drawn_tensors, gradients, shard, traced
@@ -181,7 +182,7 @@ def run(rank: int, ranks: int, where: str, names: list[str]) -> int:
 
 
 def forked(ranks: int, names: list[str]) -> None:
-    one_width = contextlib.nullcontext() if FULL else tuned(**one_vector(1))
+    one_width = contextlib.nullcontext() if FULL else tuned((SMALL_TILES,), **one_vector(1))
     with tempfile.TemporaryDirectory() as where, one_width:
         os.environ["DROPINS"] = where
         children = []
@@ -199,6 +200,7 @@ def forked(ranks: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # as conftest.py: a kernel is some 100,000 objects
     wanted = [x for x in CASES if re.search(os.environ.get("CASE", ""), x)]
     for count in map(int, sys.argv[1:]):
         forked(count, wanted)

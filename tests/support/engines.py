@@ -15,14 +15,22 @@ from speedlight.calls import backward, dense
 from speedlight.cpu.engine import schedule
 from speedlight.cpu.runtime.tuned import changed
 from speedlight.host.machine import PRODUCTS, current_isa
+from speedlight.host.tunings import RegisterTiles
+
+# sums in registers at once, and few: as instructions are unrolled, a kernel has half as many
+SMALL_TILES = RegisterTiles(
+    16, (2, 2, 2), ((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 1, 2), (1, 1, 1)), ((2, 1, 2), (1, 1, 1)),
+    ((2, 2), (2, 1)),
+)  # fmt: skip
 
 
 @contextlib.contextmanager
-def tuned(**parts: dict[str, Any]) -> Iterator[None]:
+def tuned(tiles: tuple[RegisterTiles, ...] | None = None, **parts: dict[str, Any]) -> Iterator[None]:
     """Calls are prepared anew, with another tuning: of each of its parts some fields that differ."""
 
     memos = dense._prepared, backward._prepared
-    with changed(lambda tuning: tuning.with_parts(parts)):
+    more = {} if tiles is None else {"tiles": tiles}
+    with changed(lambda tuning: tuning.with_parts(parts, **more)):
         try:
             for memo in memos:
                 memo.clear()

@@ -15,6 +15,8 @@ from speedlight import reference
 from speedlight.problem.options import AllOptions
 from speedlight.tools import bench, measuring, peers
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 PROBLEMS = {
     "causal": "--causal",
     "grouped": "--kv-heads 2 --value-dim 24 --dtype bfloat16",

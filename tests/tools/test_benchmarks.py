@@ -14,6 +14,8 @@ import speedlight as sl
 from speedlight.tools import measuring, peers
 from speedlight.tools.measuring import alternate, wrong
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 ROOT = Path(sl.__file__).parent.parent
 
 
@@ -67,13 +69,6 @@ def test_wrong_gradients_are_refused(monkeypatch, at):
     monkeypatch.setattr(sl, "attention_backward", broken)
     row = row_of(1, (), "float32", 1, 300, 16, True, True)
     assert row["refused"].startswith("1 of ") and "gflops" not in row
-
-
-def test_wrong_results_are_refused(monkeypatch):
-    right = sl.attention
-    monkeypatch.setattr(sl, "attention", lambda *arrays, **options: right(*arrays, **options) * 1.1)
-    row = row_of(1, ["torch"])
-    assert "outside the bound" in row["refused"] and "gflops" not in row
 
 
 def test_a_peer_with_another_result_is_no_peer(monkeypatch):
@@ -130,8 +125,8 @@ def test_architectures(monkeypatch):
     import architectures
 
     architectures.speedlight.transformers.register()
-    assert ("decoders", "llama") in list(architectures.small.names(""))
-    found = [architectures.measure("decoders", name) for name in ("llama", "bloom", "mamba")]
+    assert ("decoders", "gpt_oss") in list(architectures.small.names(""))
+    found = [architectures.measure("decoders", name) for name in ("gpt_oss", "bloom", "mamba")]
     assert [row["verdict"] for row in found] == ["equal", "not taken", "no attention"]
     assert found[0]["cache"] == "equal" and found[0]["errors"].keys() == {
         "logits",
@@ -149,7 +144,7 @@ def test_architectures(monkeypatch):
     refused = architectures.measure("encoders", "bert")
     assert refused["verdict"] == "refused" and "ZeroDivisionError" in architectures.line(refused)
     told = architectures.table([*found, wrong, refused])
-    assert "| equal (1) | decoders (1) | llama |" in told and "| differs (1) | encoders (1) | bert |" in told
+    assert "| equal (1) | decoders (1) | gpt_oss |" in told and "| differs (1) | encoders (1) | bert |" in told
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
@@ -175,17 +170,17 @@ def test_parts_that_were_not_run_keep_their_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     small = suite.PREFILL[0]._replace(dtype="float32", heads=1, length=16, head_dim=16, causal=False)
     monkeypatch.setattr(suite, "PREFILL", [small, small._replace(causal=True, length=32)])
-    monkeypatch.setattr(decoding, "DECODE", [(x, 1, 4, 2, 40, 16) for x in ("float32", "bfloat16", "int8")])
+    monkeypatch.setattr(decoding, "DECODE", [(x, 1, 4, 2, 40, 16) for x in ("float32", "int8")])
     assert run.main(["--only", "prefill,decode", "--quick"]) == 0
     assert run.main(["--only", "prefill,errors", "--quick"]) == 0
     (path,) = tmp_path.glob("*.json")
     report = json.loads(path.read_text())
-    assert [x["part"] for x in report["rows"]] == ["decode"] * 3 + ["prefill"] * 2 + ["errors"]
+    assert [x["part"] for x in report["rows"]] == ["decode"] * 2 + ["prefill"] * 2 + ["errors"]
     told, page = capsys.readouterr().out, table.table(path)
     assert "REFUSED" not in told and all(
-        f"| {x['name'].removesuffix(' one token')} |" in page for x in report["rows"][:5]
+        f"| {x['name'].removesuffix(' one token')} |" in page for x in report["rows"][:4]
     )
-    roofline(report | {"threads": 2, "rows": report["rows"][3:5]}, tmp_path / "r.png")
+    roofline(report | {"threads": 2, "rows": report["rows"][2:4]}, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 

@@ -13,6 +13,8 @@ from speedlight.arrays.files import read_arrays, write_arrays
 from speedlight.host import machine
 from speedlight.tools import cache_accuracy, checking
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 
 def test_check(here):  # noqa: F811
     done = here("check")

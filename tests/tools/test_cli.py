@@ -18,6 +18,8 @@ from speedlight.errors import FileError
 from speedlight.host.machine import current_isa, host_isas, isa_named
 from speedlight.tools import cli
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 EXAMPLE = ROOT / "examples" / "minilm-layer3.safetensors"
 
 

@@ -20,6 +20,8 @@ from speedlight.arrays.files import read_arrays, write_arrays
 from speedlight.calls import pictures
 from speedlight.tools import attending, cli, options, reports, typed
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 GROUP = cli.command()
 COMMANDS = {name: {x.name: x for x in one.params} for name, one in GROUP.commands.items()}
 SIZES = ("q_len", "k_len", "batch", "q_heads", "kv_heads", "head_dim", "value_dim", "dtype", "causal", "window")

@@ -81,11 +81,11 @@ def listing(monkeypatch):
 
 def shapes_of(isa: Isa, storage: str) -> Iterator[tuple[str, Shape]]:
     """Every kernel whose products are vectors': its name, and its shape. Narrow numbers are wide ones but in caches."""
-    for family in ("arm",) if isa.arch == "aarch64" else ("other", "intel512")[: isa.registers // 16]:
+    for family in ("arm",) if isa.arch == "aarch64" else ("other", *["intel512"] * FULL)[: isa.registers // 16]:
         tuning = TUNINGS[family]
         of_tuning = {"fetching": tuning.fetching, "own_tiles": tuning.register_tiles(isa)}
         if family != "intel512" and (storage in ("f32", "f64") or isa.product(storage) != "fma"):
-            for vectors in (1, 2, 3):
+            for vectors in (1, 2, 3) if FULL else (3,):
                 s = Shape("forward", isa, storage, vectors, **of_tuning)
                 yield s.stem, s
             s = Shape("backward", isa, storage, 3, **of_tuning)

@@ -16,6 +16,8 @@ import speedlight as sl
 import speedlight.flash_attn as fa
 from speedlight.flash_attn import v3, v4
 
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+
 torch.set_num_threads(1)
 INF = math.inf
 DENSE = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "

@@ -24,7 +24,7 @@ import speedlight.jax
 from speedlight.expressions.tree import evaluate
 from speedlight.jax import xla
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
 attend = speedlight.jax.dot_product_attention
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 HAS_RESIDUAL = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
@@ -338,7 +338,7 @@ ENDS = {  # the last lines, the exit code, what is printed
     "thread": ("threading.Thread(target=lambda: print(late(q, w).sum())).start()", 0, "1024.0"),
 }  # fmt: skip
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-ends = [pytest.param(x, marks=needs_fork) if x == "fork" else x for x in (ENDS if FULL else ["shape", "saved", "fork"])]
+ends = [pytest.param(x, marks=needs_fork) if x == "fork" else x for x in (ENDS if FULL else ["shape", "fork"])]
 
 
 @pytest.mark.parametrize("name", ends)

@@ -16,6 +16,8 @@ from speedlight.calls import dense
 from speedlight.cpu.engine.forward_call import Call
 from speedlight.problem.results import fresh
 
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+
 SHAPE = (1, 2, 8, 16)
 
 

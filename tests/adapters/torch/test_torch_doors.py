@@ -18,7 +18,7 @@ from speedlight.expressions.tracing import expression
 from speedlight.expressions.tree import evaluate
 from speedlight.problem.problem import Options
 
-pytestmark = [pytest.mark.usefixtures("one_kernel"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
+pytestmark = [pytest.mark.usefixtures("one_kernel", "small_tiles"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 
 
 DOORS = {
@@ -32,6 +32,7 @@ DOORS = {
 }
 
 
+@pytest.mark.each("door", "grad")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("door", DOORS)
 def test_autocast_is_one_rule_for_all_doors(door, grad):
@@ -120,6 +121,7 @@ CONSTANT = {
 }
 
 
+@pytest.mark.each("name", "way")
 @pytest.mark.parametrize("way", ["jvp", "create_graph", "func.grad"])
 @pytest.mark.parametrize("name", CONSTANT)
 def test_tables_of_arrays_in_further_derivatives(name, way):
@@ -172,6 +174,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.each("name", "way")
 @pytest.mark.parametrize("way", ["vmap", "jvp", "create_graph", "func.grad"])
 @pytest.mark.parametrize("name", [*ARRAYS, "negative strides, bool"])
 def test_dense_arrays_by_all_doors(name, way):

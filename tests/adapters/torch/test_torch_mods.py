@@ -19,7 +19,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.expressions.tree import evaluate
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
 BATCH, HEADS, SIDE = 2, 2, 8
 LENGTH = SIDE * SIDE
 GENERATOR = torch.Generator().manual_seed(5)
@@ -42,11 +42,6 @@ def longformer(radius, is_global):
         lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= radius,
         lambda b, h, q_idx, kv_idx: is_global[q_idx] | is_global[kv_idx],
     )
-
-
-def streaming(sinks, window):
-    """The first tokens and the last ones (StreamingLLM)."""
-    return flex.and_masks(causal, lambda b, h, q, k: (k < sinks) | (q - k < window))
 
 
 def flamingo(intervals, image):
@@ -156,7 +151,6 @@ ANCESTORS = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1,
 IDS = torch.repeat_interleave(torch.arange(4), torch.tensor([16, 20, 8, 20]))
 MASKS = {
     "Longformer": longformer(5, torch.rand(LENGTH, generator=GENERATOR) < 0.1),
-    "StreamingLLM": streaming(4, 10),
     "Flamingo": flamingo(torch.tensor([[0, 9], [9, 40], [40, 64], [70, 70]]), torch.arange(LENGTH) // 16),
     "transfusion": transfusion(torch.tensor([[[3, 9], [30, 20]], [[0, 5], [64, 0]]])),
     "shared prefix": shared_prefix(IDS, torch.tensor([0, 16, 36, 44, 64]), torch.tensor([0, 0, 2, 2])),
@@ -184,16 +178,6 @@ def t5_bidirectional(table, buckets=16, most=32):
         ratio = torch.log(n.float().clamp(min=1.0) / exact) / math.log(most / exact)
         far = (exact + (ratio * (half - exact)).int()).clamp(max=half - 1)
         return score + table[offset + torch.where(n < exact, n, far), h]
-
-    return score_mod
-
-
-def swin(table):
-    """Swin's bias of two-dimensional distances in a window."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        rows, columns = q_idx // SIDE - kv_idx // SIDE + SIDE - 1, q_idx % SIDE - kv_idx % SIDE + SIDE - 1
-        return score + table[rows * (2 * SIDE - 1) + columns, h]
 
     return score_mod
 
@@ -241,7 +225,6 @@ TYPES = torch.randint(0, 3, (BATCH, LENGTH, LENGTH, 2), generator=GENERATOR)
 SCORES = {
     "ALiBi of exponents": (lambda: alibi_of_exponents, ()),
     "T5, both ways": (t5_bidirectional, (random(16, HEADS),)),
-    "Swin": (swin, (random((2 * SIDE - 1) ** 2, HEADS),)),
     "Graphormer": (
         lambda x, y: graphormer(x, y, DISTANCES, TYPES, DISTANCES.clamp(max=2)), (random(HEADS, 5), random(HEADS, 2, 3))
     ),

@@ -13,7 +13,7 @@ from torch import nn
 import speedlight as sl
 from speedlight.torch import Attention
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 N, DIM = 37, 32
 
 
@@ -269,16 +269,17 @@ def test_wrong_calls():
     assert cache.length(0) == 0
 
 
-@pytest.mark.parametrize("name", [*["window"] * FULL, "attention_mask", "dropout"])  # all of them have the window
-def test_in_a_graph(name):
+@pytest.mark.parametrize("masked", [True, *[False] * FULL])
+@pytest.mark.parametrize("dropout", [0.5, *[0.0] * FULL])
+def test_in_a_graph(masked, dropout):
     """One graph, with the bits of the call without it; dropout draws anew in every call."""
     torch._dynamo.reset()
     x, tokens = torch.randn(2, 12, DIM), torch.ones(2, 12, dtype=torch.int64)
     tokens[0, :5] = 0
-    layer = Attention(DIM, 4, causal=True, rotary=10000.0, window=3, dropout=0.5 if name == "dropout" else 0.0)
-    given = {"attention_mask": tokens} if name == "attention_mask" else {}
+    layer = Attention(DIM, 4, causal=True, rotary=10000.0, window=3, dropout=dropout)
+    given = {"attention_mask": tokens} if masked else {}
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for seed in (1, 2) if name == "dropout" else (1,):
+    for seed in (1, 2) if dropout else (1,):
         torch.manual_seed(seed)
         got = compiled(x, **given)
         got.sum().backward()

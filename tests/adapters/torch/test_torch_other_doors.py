@@ -15,7 +15,7 @@ import speedlight as sl
 import speedlight.flash_attn
 import speedlight.torch
 
-pytestmark = pytest.mark.usefixtures("one_kernel")
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
@@ -55,7 +55,8 @@ def flash(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
     return out, _lse(q, k, v, options)
 
 
-@pytest.mark.parametrize("number", range(150) if FULL else range(1))
+@pytest.mark.each("name", "number")
+@pytest.mark.parametrize("number", range(150) if FULL else (1, 2))
 @pytest.mark.parametrize(("name", "function"), [("dot_product", dot_product), ("flash_attn", flash)])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, in forward mode
 def test_other_functions(name, function, number, monkeypatch):
@@ -93,7 +94,7 @@ def test_caches_between_two_parts_of_a_graph(number):
     step = torch.compile(compiled.attend, backend="aot_eager")
     options: dict[str, Any] = {}
     torch.manual_seed(number)
-    for at in range(5):
+    for at in range(5 if FULL else 3):
         counts = [int(x) for x in rng.integers(1, 5, BATCH)]
         n, rows = max(counts), sum(counts)
         shapes = [(rows, h, DIM) if pooled else (BATCH, h, n, DIM) for h in (HEADS, KV_HEADS, KV_HEADS)]

@@ -17,6 +17,8 @@ from speedlight import engines
 from speedlight.cpu.memory.forms import FORM
 from speedlight.cpu.runtime import replay
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 HEADS, DIM = 4, 32
 WINDOW, BAND, CAPPED = (20, None), sl.window(20, 3) | sl.prefix(2), sl.softcap(2.0)  # known by identity
 BEHIND = sl.padding(np.arange(33) > np.array([[3], [9]]))
@@ -148,8 +150,7 @@ def test_bits_are_those_of_pythons_way(known, name):
 
 def test_torch_doors_have_rules_of_their_own(known):
     """What attention() takes, grouped heads, is refused by PyTorch's function unless it is said."""
-    q, k, v = drawn(2, 1, 40, kv_heads=2)
-    mask = torch.rand(2, 1, 1, 40) > 0.3
+    (q, k, v), mask = drawn(2, 1, 40, kv_heads=2), torch.rand(2, 1, 1, 40) > 0.3
     with torch.no_grad(), speedlight.torch.sdpa():
         for _ in range(4):
             want = sl.attention(q, k, v, mask=mask)

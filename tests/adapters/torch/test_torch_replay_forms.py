@@ -22,6 +22,8 @@ from speedlight.cpu.memory.forms import BLOCK, FORM, OPTIONS
 from speedlight.cpu.runtime import replay, workers
 from speedlight.problem.problem import PLAIN
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 __all__ = ["known"]
 
 

@@ -25,7 +25,7 @@ from speedlight.autograd import attending
 from speedlight.calls import backward, dense
 from speedlight.expressions.tables import Table
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
 F = torch.nn.functional
 attend = speedlight.torch.scaled_dot_product_attention
 
@@ -71,14 +71,12 @@ def samples():
         "broadcast": ((heads, q_len, dim), (batch, heads, k_len, dim)),
     }
     every = list(itertools.product(kinds.items(), (True, False), (0.0, 0.5)))
-    for (name, (q, k)), causal, dropout in every if FULL else every[::5]:
+    for (name, (q, k)), causal, dropout in every[::5]:  # test_torch_samples.py has all of them, in long runs
         yield pytest.param(
             (q, k, k), None, {"is_causal": causal, "dropout_p": dropout}, id=f"{name} {causal} {dropout}"
         )
     q, k = kinds["4-D"]
     yield pytest.param((q, k, k), (q_len, k_len), {}, id="mask")
-    if FULL:
-        yield pytest.param((q, k, (*k[:-1], dim + 8)), None, {"dropout_p": 0.5}, id="value dim")
 
 
 @pytest.mark.parametrize(("shapes", "mask", "options"), list(samples()))
@@ -344,7 +342,7 @@ def resident(which):
 @pytest.mark.parametrize("form", ["mask that requires grad", "dropout", *["value dim", "3-D"] * FULL])
 def test_memory(form):
     """What PyTorch computes densely, with gradients: nothing of the square's size but for a mask."""
-    n = 3000 if FULL else 2000
+    n = 3000 if FULL else 1400
     q, k, v = (drawn(1, 1, n, 16, dtype=torch.float32, seed=s, grad=True) for s in range(3))
     mask = drawn(n, n, dtype=torch.float32, grad=True) if form.startswith("mask") else None
     v = v[..., :8] if form == "value dim" else v

@@ -15,6 +15,8 @@ import speedlight as sl
 from speedlight.kv import running
 from speedlight.problem.windows import SPARE
 
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+
 __all__ = ["known"]
 DIM = 32
 SEEN = np.arange(3000) > np.array([[0], [7]])

@@ -1,6 +1,6 @@
 """A Llama of two layers in float64, beside PyTorch's attention: eager's softmax is of float32 at most.
 
-test_transformers_models.py has other models, beside eager.
+test_transformers_models.py has other models, in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ with warnings.catch_warnings():  # of a first import, about libraries that are m
 
 __all__ = ["llama", "registered", "tokens"]
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
 
 
 @pytest.mark.parametrize("shown", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
