@@ -299,8 +299,8 @@ def test_both_engines_keep_tokens_by_the_same_methods(name):
     """kv/ knows no other difference than which of the two it made."""
     methods = []
     for kind in (getattr(cpu_storage, name), getattr(gpu_storage, name)):
-        # of steps that are prepared, and of a ring's first chunk: those of the CPU's
-        own = {"checked_step", "step", "remember", "remember_put", "attend_new"}
+        # of steps that are prepared, of a ring's first chunk and of large pages: those of the CPU's
+        own = {"checked_step", "step", "remember", "remember_put", "attend_new", "expect"}
         public = {n: getattr(kind, n) for n in {*vars(kind)} - own if n[0] != "_" and callable(getattr(kind, n))}
         methods.append({n: [x for x in inspect.signature(f).parameters if x != "self"] for n, f in public.items()})
     assert methods[0] == methods[1] and {"received", "query", "put", "tokens", "attend"} <= set(methods[0])
