@@ -2,6 +2,7 @@
 
     python benchmarks/run.py                      every part; --only prefill,masks,...; --quick: three turns, not nine
     python benchmarks/run.py models               whole models, beside PyTorch's attention in them
+    python benchmarks/run.py backward             gradients, beside PyTorch's
     python benchmarks/run.py ranks 2              attention over two processes, beside one with all their threads
     python benchmarks/run.py base HEAD~1          this tree beside a commit of it; also compares the bits
     python benchmarks/run.py gpu                  a GPU beside its peers; needs no more than the engine does
@@ -46,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_run_all, default_turns=9, turns=None)
     parser.add_argument("--quick", dest="turns", action="store_const", const=3, help="three turns instead of nine")
     parser.add_argument("--only", default=_PARTS, help=f"parts of {_PARTS}")
-    whats = parser.add_subparsers(metavar="models | ranks | base | gpu | architectures")
-    runs = {"models": _run_models, "ranks": _run_ranks, "base": _run_base, "gpu": _run_gpu}
+    whats = parser.add_subparsers(metavar="models | backward | ranks | base | gpu | architectures")
+    runs = {"models": _run_models, "backward": _run_backward, "ranks": _run_ranks, "base": _run_base, "gpu": _run_gpu}
     for name, run in (runs | {"architectures": _run_architectures}).items():
         what = whats.add_parser(name)
         what.set_defaults(run=run, default_turns=5)
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
             what.add_argument("--causal", action=argparse.BooleanOptionalAction)
             what.add_argument("--backward", action="store_true", help="gradients")
         else:
-            what.add_argument("--only", default="", help="one kind")
+            what.add_argument("--only", default="", help="one kind; of gradients, one dtype")
         if name == "ranks":
             what.add_argument("ranks", type=int, nargs="?", default=2, help="processes; default 2")
     return parser
@@ -143,6 +144,17 @@ def _run_models(given: argparse.Namespace, turns: int) -> int:
     origin = {"commit": _commit()}
     rows = (contenders.measured(problem, turns) | origin for problem in models.problems(given.only))
     return write_report(about(), rows, contenders.line, given.output, kept=_rows_in(given.output))
+
+
+def _run_backward(given: argparse.Namespace, turns: int) -> int:
+    from squares import problems_of, row_of
+    from suite import line
+
+    origin = {"commit": _commit()}
+    dtypes = [given.only] if given.only else ["float32", "bfloat16"]
+    problems = problems_of(dtypes, [64, 128], [128, 512, 2048, 4096], None, 8, True)
+    rows = (row_of(problem, turns, ("torch",)) | origin for problem in problems)
+    return write_report(about(), rows, line, given.output, kept=_rows_in(given.output))
 
 
 def _run_ranks(given: argparse.Namespace, turns: int) -> int:

@@ -3,8 +3,8 @@
 Every row goes to docs/benchmarks.md, a part for each machine; eight problems, a line for each family of CPUs, and
 programs, a column for each, to docs/performance.md; four programs to the README, whose picture has the eight problems.
 The roofline is of the file that is named, else of the last by name. A machine that is not at hand keeps its last rows,
-with their commits. Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`;
-whole models in results/models, of `run.py models -o`.
+with their commits. Gradients have a file for each machine in results/backward, of `run.py backward -o`; whole models in
+results/models, of `run.py models -o`.
 """
 
 from __future__ import annotations
