@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import ArgumentError, Expression, Symbol, Table, UnsupportedError, expression
 from ..arrays.torch_tensors import is_traced
 from ..expressions.bounds import integers, visible
-from ..expressions.tracing import is_immutable
 from ..expressions.tree import evaluate
 from ..problem.tiles import Many
 
@@ -33,41 +32,59 @@ class Blocks(NamedTuple):
     size: tuple[int, int]
 
 
-# of a BlockMask the mask, sizes and entries that it had, and what it showed; only masks that cannot change
-_known: weakref.WeakKeyDictionary[flex.BlockMask, tuple[Any, Expression | None]] = weakref.WeakKeyDictionary()
+class Listed(NamedTuple):
+    """What block tables say beside a mask_mod."""
+
+    everything: bool  # the mask_mod hides nothing
+    shown: Expression | None = None  # blocks that are listed, where some that are not would be seen
+    full: Expression | None = None  # blocks that are seen whole, where the mask_mod says less
+
+    def join(self, mask: Expression) -> Expression | None:
+        """Returns the mask that shows as much as both; None where that is everything."""
+        if self.shown is None:
+            return None if self.everything else mask
+        seen = self.shown if self.everything else self.shown & mask
+        return seen if self.full is None else self.full | seen
+
+
+_COMPARED = 1 << 20  # bytes of a mask's tables, at most, that tell whether it is the same
+# of a BlockMask all that it depended on, and what its block tables said
+_known: weakref.WeakKeyDictionary[flex.BlockMask, tuple[Any, Listed]] = weakref.WeakKeyDictionary()
 
 
 def read_mask(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
     """Returns what a BlockMask shows; None where that is everything."""
     mask = expression(_check_mask_mod(block_mask), "mask")
-    if not is_immutable(mask):
-        return _join_tables(block_mask, mask, sizes)
+    if any([t.tensor is not None for t in mask.tables]) or sum([t.array.nbytes for t in mask.tables]) > _COMPARED:
+        return _list_blocks(block_mask, mask, sizes).join(mask)
     tables = (getattr(block_mask, name) for name in _TABLES)
     key = (
-        mask, sizes, block_mask.BLOCK_SIZE, block_mask.seq_lengths,
-        *(None if x is None else (x.shape, x.dtype, _read_entries(x).tobytes()) for x in tables),
+        mask.key, *(repr(x.value) for x in mask.numbers), *(_contents(t.array) for t in mask.tables),
+        sizes, block_mask.BLOCK_SIZE, block_mask.seq_lengths,
+        *(None if x is None else _contents(_read_entries(x)) for x in tables),
     )  # fmt: skip
     known = _known.get(block_mask)
     if known is None or known[0] != key:
-        _known[block_mask] = known = key, _join_tables(block_mask, mask, sizes)
-    return known[1]
+        _known[block_mask] = known = key, _list_blocks(block_mask, mask, sizes)
+    return known[1].join(mask)
 
 
-def _join_tables(block_mask: flex.BlockMask, mask: Expression, sizes: Sizes) -> Expression | None:
-    """Returns the mask joined with what the block tables say beside it."""
+def _contents(x: np.ndarray) -> tuple[Any, ...]:
+    return x.shape, x.dtype.str, x.tobytes()
+
+
+def _list_blocks(block_mask: flex.BlockMask, mask: Expression, sizes: Sizes) -> Listed:
+    """Reads the block tables, and compares them with the mask."""
     blocks = _read_blocks(block_mask, sizes)
-    everything = mask.root.op == "number" and mask.root.value
+    everything = bool(mask.root.op == "number" and mask.root.value)
     listed = blocks.partial | blocks.full
     if (everything and listed.all()) or 0 in sizes:
-        return None
+        return Listed(True)
     some, every = _classify(mask, listed.shape[:2], sizes, blocks.size)
     full = blocks.full & ~every  # of which mask_mod says less
     if not (some & ~listed).any() and not full.any():
-        return mask
-    shown = _look_up(listed, blocks.size)
-    if everything:
-        return shown
-    return shown & mask if not full.any() else _look_up(full, blocks.size) | (shown & mask)
+        return Listed(False)
+    return Listed(everything, _look_up(listed, blocks.size), _look_up(full, blocks.size) if full.any() else None)
 
 
 def _check_mask_mod(block_mask: flex.BlockMask) -> Callable[..., Any]:

@@ -242,6 +242,17 @@ def test_tables_that_say_no_more_than_the_function_cost_nothing():
     assert "block_mask" in repr(read_mask(of_items, (BATCH, HEADS, LENGTH, LENGTH)))
 
 
+def test_block_tables_are_compared_again_with_what_a_function_captures():
+    """The function shows no more than its blocks, then all, then less, then the first again."""
+    ids, sizes = torch.arange(64) // 32, (BATCH, HEADS, 64, 64)
+    mask = flex.create_block_mask(lambda b, h, i, j: ids[i] == ids[j], 1, 1, 64, 64, "cpu", BLOCK_SIZE=16)
+    first, halves = ids.clone(), torch.arange(64) // 32
+    blocks = halves[:, None] == halves
+    for now, want in ((first, blocks), (torch.zeros_like(ids), blocks), (torch.arange(64), blocks), (first, blocks)):
+        ids.copy_(now)
+        assert torch.equal(seen_by(mask, sizes)[0, 0], want)
+
+
 def test_pytorchs_own_call_gives_the_same(monkeypatch):
     """Its function without a compiler; out is 0 and lse -inf where nothing is seen."""
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
