@@ -131,7 +131,11 @@ def test_random_options(seed):
     want = formula(*tensors, **options)
     got = attend(*tensors, **options)
     assert_equal(got, want)
-    assert_equal(F.scaled_dot_product_attention(*tensors, **options), want, "PyTorch's")
+    try:
+        if options["scale"] != 0:  # by which its kernels multiply -inf
+            assert_equal(F.scaled_dot_product_attention(*tensors, **options), want, "PyTorch's")
+    except RuntimeError as error:  # it adds a mask of more dimensions in place, where nothing requires grad
+        assert "doesn't match the broadcast shape" in str(error)
     followed = [x for x in (*tensors, options.get("attn_mask")) if x is not None and x.requires_grad]
     assert got.requires_grad == bool(followed)
     if followed:
