@@ -150,9 +150,10 @@ def _run_backward(given: argparse.Namespace, turns: int) -> int:
     from squares import problems_of, row_of
     from suite import line
 
+    dtypes = "float32", "bfloat16"
+    _check_kind(given.only, dtypes)
     origin = {"commit": _commit()}
-    dtypes = [given.only] if given.only else ["float32", "bfloat16"]
-    problems = problems_of(dtypes, [64, 128], [128, 512, 2048, 4096], None, 8, True)
+    problems = problems_of([given.only] if given.only else [*dtypes], [64, 128], [128, 512, 2048, 4096], None, 8, True)
     rows = (row_of(problem, turns, ("torch",)) | origin for problem in problems)
     return write_report(about(), rows, line, given.output, kept=_rows_in(given.output))
 

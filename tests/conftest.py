@@ -106,20 +106,20 @@ def one_width() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_kernel(one_width: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles() -> Iterator[None]:
+    """A short run's kernels hold few sums at once where what is tested is above them: half of LLVM's work."""
+    with contextlib.nullcontext() if FULL else tuned(tiles=(SMALL_TILES,)):
+        yield
+
+
+@pytest.fixture
+def one_kernel(one_width: None, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short run decodes nothing, either, where what is tested is above the engine: half of the kernels again."""
     if not FULL:
         from speedlight.cpu.engine import backward_schedule, schedule
 
         monkeypatch.setattr(schedule, "DECODE_ROWS", 0)
         monkeypatch.setattr(backward_schedule, "_WORTH", {3: 1.0})
-
-
-@pytest.fixture
-def small_tiles() -> Iterator[None]:
-    """A short run's kernels hold few sums at once, too, where what is tested is above them: half of LLVM's work."""
-    with contextlib.nullcontext() if FULL else tuned(tiles=(SMALL_TILES,)):
-        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -87,9 +87,10 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     if not n:
         return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
     totals = [x + n for x in lengths]
-    if max(totals) > cache.capacity:
+    longest = max(totals)
+    if longest > cache.capacity:
         return None
-    storage.expect(max(totals))
+    storage.expect(longest)
 
     def change() -> Any:
         if cache._held[layer] is not held:
@@ -114,8 +115,8 @@ def _run_known(cache: Any, layer: int, held: Any, arrays: tuple[Any, ...], optio
     def change() -> Any:
         if cache._held[layer] is not held:
             return None  # somebody appended since
-        if storage.large_from and max(lengths) >= storage.large_from:
-            storage.expect(max(lengths))  # machine code does not
+        if max(lengths) >= storage.large_from:  # which machine code does not look at
+            storage.expect(max(lengths))
         result = replay(*given)
         if result is None:
             return None

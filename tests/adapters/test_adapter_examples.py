@@ -10,7 +10,7 @@ import re
 import pytest
 from conftest import FULL, ROOT
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 FLASH = ["flash_attn", *[f"flash_attn.{x}" for x in ("bert_padding", "installing", "interface", "v3", "v4")]]
 MODELS = [f"transformers.{x}" for x in ("attending", "caches", "masks", "registering")]

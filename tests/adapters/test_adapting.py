@@ -26,7 +26,7 @@ from speedlight.torch.dot_product import TORCH
 from speedlight.transformers.attending import attention_forward
 from speedlight.transformers.options import TRANSFORMERS
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-adapters.md"
 HEADING = "## What is ignored, and what is refused\n"

@@ -17,7 +17,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight import reference
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")
+pytestmark = pytest.mark.usefixtures("one_kernel")
 
 PAGE = (ROOT / "docs" / "cookbook.md").read_text()
 SETUP, *_ = RECIPES = re.split(r"^## ", PAGE, flags=re.MULTILINE)

@@ -184,8 +184,8 @@ MUTATIONS = (
         "tokens that others append meanwhile are written over by machine code",
         "kv/running.py",
         "        if cache._held[layer] is not held:\n            return None  # somebody appended since\n"
-        "        if storage.large_from",
-        "        if storage.large_from",
+        "        if max(lengths) >= storage.large_from",
+        "        if max(lengths) >= storage.large_from",
         "tests/adapters/torch/test_torch_steps.py -k others_append",
     ),
     Mutation(

@@ -1,4 +1,7 @@
-"""Problems for tests: awkward sizes in one table, and random ones that cover every feature."""
+"""Problems for tests: awkward sizes in one table, and random ones that cover every feature.
+
+Of the package it knows public names alone: tests/same_bits.py makes the same problems in older trees.
+"""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def second(world: int) -> Iterator[str]:
 def interrupted(world: int) -> Iterator[str]:
     """Between what all agree on and the first message, too: the group's calls have not all ended."""
     x, attend = torch.randn(1, 4, 8, 16), ways.Execution.attended
-    for kind, refused in ((KeyboardInterrupt, True), (sl.UnsupportedError, False)):
+    for kind, is_told in ((KeyboardInterrupt, True), (sl.UnsupportedError, False)):
         group = dist.new_group()
 
         def stops(*_: Any, kind: type[BaseException] = kind) -> Any:
@@ -180,9 +180,9 @@ def interrupted(world: int) -> Iterator[str]:
         try:
             call(x, group=group)
         except sl.CommunicationError as error:
-            assert refused and "one failed (KeyboardInterrupt)" in str(error), error
+            assert is_told and "one failed (KeyboardInterrupt)" in str(error), error
         else:
-            assert not refused
+            assert not is_told
     yield "interrupted"
 
 

@@ -85,7 +85,7 @@ def shapes_of(isa: Isa, storage: str) -> Iterator[tuple[str, Shape]]:
         tuning = TUNINGS[family]
         of_tuning = {"fetching": tuning.fetching, "own_tiles": tuning.register_tiles(isa)}
         if family != "intel512" and (storage in ("f32", "f64") or isa.product(storage) != "fma"):
-            for vectors in (1, 2, 3) if FULL else (3,):
+            for vectors in (1, 2, 3) if FULL else (2, 3) if isa.arch == "aarch64" else (3,):  # those that ship
                 s = Shape("forward", isa, storage, vectors, **of_tuning)
                 yield s.stem, s
             s = Shape("backward", isa, storage, 3, **of_tuning)

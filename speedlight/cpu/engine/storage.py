@@ -126,10 +126,10 @@ class CacheStorage:
 
     def expect(self, tokens: int) -> None:
         """Asks for large pages, once, where a sequence fills half of one in each head: from `large_from` tokens on."""
-        if self.large_from and tokens >= self.large_from:
+        if tokens >= self.large_from:
             for store in (*self.keys, *self.values):
                 ask_for_large_pages(store.memory)
-            self.large_from = 0
+            self.large_from = self.capacity + 1  # never again
 
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
@@ -399,8 +399,7 @@ class PoolStorage:
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
-            more: Any = (options.seed_word(), lengths, lists) if any_lengths else ()
-            call.run(*addresses, *more)
+            call.run(*addresses, *((options.seed_word(), lengths, lists) if any_lengths else ()))
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""

@@ -16,7 +16,7 @@ import speedlight as sl
 import speedlight.flash_attn as fa
 from speedlight.flash_attn import v3, v4
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 torch.set_num_threads(1)
 INF = math.inf

@@ -11,7 +11,7 @@ import speedlight as sl
 import speedlight.flash_attn as fa
 from speedlight.flash_attn import v3
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 D, HEADS, KV = 16, 4, 2
 

@@ -13,7 +13,7 @@ import speedlight as sl
 import speedlight.flash_attn as fa
 from speedlight.flash_attn import v3, v4
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": (3, 0)}, {"softcap": 1.5, "scale": 0.2}])

@@ -24,7 +24,7 @@ import speedlight.jax
 from speedlight.expressions.tree import evaluate
 from speedlight.jax import xla
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 attend = speedlight.jax.dot_product_attention
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 HAS_RESIDUAL = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters

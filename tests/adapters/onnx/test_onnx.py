@@ -16,7 +16,7 @@ from tolerance import assert_within
 import speedlight as sl
 import speedlight.onnx
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 TYPES = {"float32": 1, "float16": 10, "float64": 11, "bfloat16": 16}
 SMALL = {"float32": 2e-5, "float64": 1e-12, "float16": 2e-3, "bfloat16": 1.6e-2}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -16,7 +16,7 @@ from speedlight.calls import dense
 from speedlight.cpu.engine.forward_call import Call
 from speedlight.problem.results import fresh
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 SHAPE = (1, 2, 8, 16)
 

@@ -18,7 +18,7 @@ import speedlight.torch
 from speedlight import reference
 from speedlight.host.machine import current_isa
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 KINDS = "list", "numpy", "tensor"
 LENGTH, DIM, HEADS, KV_HEADS, BATCH = 12, 8, 4, 2, 2
 

@@ -18,7 +18,7 @@ from speedlight.expressions.tracing import expression
 from speedlight.expressions.tree import evaluate
 from speedlight.problem.problem import Options
 
-pytestmark = [pytest.mark.usefixtures("one_kernel", "small_tiles"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
+pytestmark = [pytest.mark.usefixtures("one_kernel"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 
 
 DOORS = {

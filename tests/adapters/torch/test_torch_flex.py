@@ -18,7 +18,7 @@ import speedlight.torch
 from speedlight.torch import create_block_mask, flex_attention
 from speedlight.torch.flex import _split_causal
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 BATCH, HEADS, KV_HEADS, SIDE = 2, 4, 2, 12
 LENGTH = SIDE * SIDE
 GENERATOR = torch.Generator().manual_seed(3)

@@ -21,7 +21,7 @@ from speedlight.expressions.tables import Table
 from speedlight.expressions.tracing import Expression
 from speedlight.problem.problem import Options
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 attention = speedlight.torch.attention
 TABLE = sl.table(np.float32([1.0, 2.0]))
 WINDOW = sl.window(3, 0)

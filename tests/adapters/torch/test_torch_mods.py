@@ -19,7 +19,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.expressions.tree import evaluate
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 BATCH, HEADS, SIDE = 2, 2, 8
 LENGTH = SIDE * SIDE
 GENERATOR = torch.Generator().manual_seed(5)

@@ -15,7 +15,7 @@ from test_torch_mods import BATCH, GENERATOR, HEADS, LENGTH, assert_call, assert
 
 import speedlight as sl
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")
+pytestmark = pytest.mark.usefixtures("one_kernel")
 TILE = 16
 LENGTHS = torch.tensor([20, 24, 8, 12])
 STARTS = torch.tensor([0, 20, 44, 52, 64])

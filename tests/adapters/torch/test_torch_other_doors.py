@@ -15,7 +15,7 @@ import speedlight as sl
 import speedlight.flash_attn
 import speedlight.torch
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")
+pytestmark = pytest.mark.usefixtures("one_kernel")
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 

@@ -15,7 +15,7 @@ from speedlight.torch import patch, report, sdpa, unpatch
 
 __all__ = ["counted"]
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 F = torch.nn.functional
 FAST_PATH, WEIGHTS = "_native_multi_head_attention", "multi_head_attention_forward"
 

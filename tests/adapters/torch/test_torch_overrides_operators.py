@@ -14,7 +14,7 @@ from speedlight.torch import report, sdpa
 
 __all__ = ["counted"]
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 
 FLASH_FORMS = {  # causal or not, and what else

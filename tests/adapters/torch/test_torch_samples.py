@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import speedlight as sl
 import speedlight.torch
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 F = torch.nn.functional
 
 

@@ -25,7 +25,7 @@ from speedlight.autograd import attending
 from speedlight.calls import backward, dense
 from speedlight.expressions.tables import Table
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 F = torch.nn.functional
 attend = speedlight.torch.scaled_dot_product_attention
 

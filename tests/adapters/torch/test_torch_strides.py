@@ -13,7 +13,7 @@ from speedlight.autograd import operators as ops
 from speedlight.autograd.forms import text_of
 from speedlight.problem.problem import Options
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")
+pytestmark = pytest.mark.usefixtures("one_kernel")
 B, H, N, D = 2, 4, 6, 8
 LAID = {
     "bhld": lambda h, d: torch.randn(B, h, N, d),

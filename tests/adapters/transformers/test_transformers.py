@@ -26,7 +26,7 @@ with warnings.catch_warnings():  # of a first import, about libraries that are m
 
 __all__ = ["registered", "tokens"]
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 attend, mask_of = (getattr(speedlight.transformers, x) for x in ("attention_forward", "attention_mask"))
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]])
 

@@ -27,7 +27,7 @@ with warnings.catch_warnings():  # of a first import, about libraries that are m
 
 __all__ = ["llama", "registered", "tokens"]
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 
 @pytest.mark.parametrize("shown", [None, LEFT, RIGHT], ids=["whole", "left", "right"])

@@ -12,7 +12,7 @@ from conftest import FULL, ROOT
 
 import speedlight.transformers
 
-pytestmark = pytest.mark.usefixtures("one_kernel", "small_tiles")  # engines' tests have the other kernels
+pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 EXAMPLE = ROOT / "examples" / "semantic_search.py"
 MODELS = {
     "decoders": "llama mistral gemma2 gemma3_text gpt_oss qwen3 phi3 deepseek_v3 llama4_text gpt2",
