@@ -399,7 +399,8 @@ class PoolStorage:
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
-            call.run(*addresses, *((options.seed_word(), lengths, lists) if any_lengths else ()))
+            more: Any = (options.seed_word(), lengths, lists) if any_lengths else ()
+            call.run(*addresses, *more)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""
