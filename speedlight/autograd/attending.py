@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
-from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled
+from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled, state_of
 from ..problem.problem import Options, new_options
 from . import higher_order as further
 from . import operators as ops
@@ -100,7 +100,7 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
         torch._C._set_grad_enabled(True)
     if results is None:
         return None
-    known, read = Followed(options, None, tables), [(x, x._version) for x in arrays]
+    known, read = Followed(options, None, tables), [(x, state_of(x)) for x in arrays]
     out, lse = _Attention.apply(known, read, results, q, k, v, None, *((score,) if bias else ()))
     return (out, lse) if return_lse else out
 

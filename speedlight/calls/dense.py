@@ -102,7 +102,7 @@ def _remember(key: Any, call: Any, rows: Rows, keys: Dense, options: Options, ou
         return
     given = rows.q, keys.k, keys.v, out.final or out
     prepared = Prepared(given, call, staged=out.final is not None, places=places)
-    call.launch.release_tables()  # first: a signal may come between
+    call.launch.release_tables(options.arrays())  # first: a signal may come between
     _prepared.put(key, prepared, prepared.size)
 
 

@@ -140,7 +140,7 @@ def alibi(slopes: Any) -> Expression:
         way = "The usual ones of n heads, a power of 2, are 2.0 ** (-8 / n * numpy.arange(1, n + 1))."
         raise ArgumentTypeError(f"slopes: expected an array, one per query head; got {shown(slopes)}. {way}")
     of = _table(slopes, "slopes", ("int", *_FLOATS), (1,))
-    if not np.isfinite(of.array).all():
+    if not np.isfinite(of.host()).all():
         raise ArgumentError("slopes: expected finite numbers; got NaN or infinity among them.")
     of.of_heads = True
     return expression(lambda s, b, h, i, j: s + of[h] * (j - i))
@@ -154,8 +154,8 @@ def softcap(c: Any) -> Expression:
     score (30.0 * tanh((s / 30.0)))
     """
     check_outside("c", "sl.softcap")
-    of = _table(c.reshape(1), "c", _FLOATS, (1,)) if is_tensor(c) and c.numel() == 1 else None
-    given = c if of is None else of.array[0].item()
+    of = _table(c, "c", _FLOATS, (1, 2, 3, 4)) if is_tensor(c) and c.numel() == 1 else None
+    given = c if of is None else of.host().item()
     if is_tensor(c) and of is None:
         raise ArgumentTypeError(
             f"c: expected a number, or a tensor of one; got shape {tuple(c.shape)}. One for each head is a function: "
@@ -168,8 +168,7 @@ def softcap(c: Any) -> Expression:
         way = " Without a cap leave it out." if number == 0 else ""
         raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.{way}")
     if of is not None:
-        of.origin = None if of.origin is None else c  # itself, which may come to require grad, not a view
-        number = of[0]
+        number = of[(0,) * len(of.shape)]
     return expression(lambda s, b, h, i, j: number * tanh(s / number))
 
 

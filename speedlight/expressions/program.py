@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError
 from .bounds import Exact, Walk, integers, visible
 from .derivative import flows
 from .tables import Table
@@ -144,6 +145,11 @@ class Program:
         numbers = np.array([*self.number_words(), 0], np.int64)
         words = np.zeros((len(self.tables) + 1, TABLE_WORDS), np.int64)
         for row, table in zip(words, self.tables, strict=False):
+            if table.tensor is not None:
+                raise ArgumentError(
+                    f"{table.name}: expected a tensor on the CPU, as q; got one on {table.tensor.device}. Use "
+                    f"{table.name}.cpu()."
+                )
             array = table.array
             _describe(row, array.ctypes.data, array.shape, array.strides)
             if array.size and table.kind in ("bool", "int"):

@@ -6,12 +6,12 @@ import contextlib
 import numbers
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.array import is_masked
-from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced
+from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced, read_address
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
@@ -21,17 +21,35 @@ from .rows import Row
 from .symbols import LOOKUP, Symbol, by_name, node_of
 from .tree import Node, convert, kind_of
 
-_FEW = 16384  # entries
 _RELEASED: Any = object()  # in place of an array
+
+
+class _Bound(NamedTuple):
+    """Where a table's entries lie."""
+
+    array: np.ndarray  # the entries; of a tensor that stays on a GPU its shape and dtype, and no values
+    tensor: Any = None  # that tensor, detached
+    place: Any = None  # of a tensor that is read where it lies: _place() when it was looked at
+    is_widened: bool = False  # the entries are a float32 copy of bfloat16 that others may change
+
+    def reshaped(self, shape: tuple[int, ...]) -> _Bound:
+        """Returns the same entries in another shape with leading ones."""
+        array, tensor = self.array, self.tensor
+        array = array.reshape(shape) if array.flags.c_contiguous else array[(None,) * (len(shape) - array.ndim)]
+        if tensor is not None:
+            tensor = tensor[(None,) * (len(shape) - tensor.ndim)]
+        return self._replace(array=array, tensor=tensor)
 
 
 class Table:
     """Table that masks and scores look up: `t = sl.table(ids)`, then `t[j]` inside a function.
 
     Args:
-        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is
-            copied, so later changes have no effect. attention_backward(grads=(t,)) returns its gradient. A tensor that
-            requires grad when a call is made gets its gradient from speedlight.torch.attention().
+        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64. A NumPy array or a list is
+            copied: later changes have no effect. A PyTorch tensor is read where it lies, whenever the table is used:
+            later changes count (an optimizer's step, load_state_dict, `.data = …`), and if it requires grad then, its
+            gradient comes from speedlight.torch.attention(). For a copy of a tensor give tensor.detach().clone().
+            attention_backward(grads=(t,)) returns its gradient. A tensor lies on q's device.
         name: its name in error messages.
 
     An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
@@ -51,43 +69,45 @@ class Table:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
         self.name = name
-        self.array: np.ndarray  # the entries; of a tensor that stays on a GPU its shape and dtype, and no values
-        self.tensor: Any = None  # that tensor, detached
         self.origin: Any = None  # a tensor of floats that the entries are the numbers of, whether followed or not
-        self.version = 0  # of its numbers
         self.watched: Any = None  # the caller's tensor or array, whose memory is looked up; None: a copy is
-        self.place: Any = None  # where that memory was, of a tensor
         self.copies: dict[str, Any] = {}  # by device
         self.of_items = False  # whether it has to have a row for each item of the batch
         self.of_keys = False  # … and that an entry for each key
         self.of_heads = False  # whether it has to have an entry for each query head
         self.way = ""  # out of an index beyond it, where a pattern knows better than the rule
         self._ends: Any = None
+        self._bound: _Bound
         if not is_tensor(array):
             self.watched = None if copy else array
-            self._take(_entries(array, name), copy)
+            self._bound = self._take(_entries(array, name), copy)
         elif is_traced(array):
             self.origin = array  # ones stand for its numbers
             ones = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
-            self._take(ones, False)
+            self._bound = self._take(ones, False)
         else:
-            self._take(self._entries_of(array, copy), copy)
+            check_plain_tensor(array, name, followed=True)
+            if array.is_floating_point() and not array.is_inference():  # which nothing ever flows to
+                self.origin = array
+            if copy:
+                self._bound = self._take(_entries(array, name), True)
+            else:
+                self.watched = array
+                self._bound = self._read_tensor()
 
-    def _entries_of(self, tensor: Any, copy: bool) -> np.ndarray:
-        """Reads a tensor, which is watched unless it is copied; one that stays on a GPU becomes `tensor`."""
-        check_plain_tensor(tensor, self.name, followed=True)
-        if tensor.is_floating_point() and not tensor.is_inference():  # which nothing ever flows to
-            self.origin, self.version = tensor, tensor._version
-        if not copy:
-            self.watched, self.place = tensor, _place(tensor)
+    def _read_tensor(self) -> _Bound:
+        """Reads where the watched tensor lies; a tensor on a GPU stays there."""
+        x = self.watched
+        place = _place(x)
+        if x.device.type == "cpu":
+            return self._take(_entries(x, self.name), False)._replace(place=place)
         with plainly():
-            tensor = tensor.detach()
-        if copy or tensor.device.type == "cpu":
-            return _entries(tensor, self.name)
-        self.tensor = tensor if tensor.ndim else tensor.reshape(1)
-        return np.broadcast_to(np.zeros((), _torch_dtype(tensor, self.name)), self.tensor.shape)
+            there = x.detach()
+        there = there if there.ndim else there.reshape(1)
+        shape_alone = np.broadcast_to(np.zeros((), _torch_dtype(there, self.name)), there.shape)
+        return self._take(shape_alone, False)._replace(place=place, tensor=there)
 
-    def _take(self, array: np.ndarray, copy: bool) -> None:
+    def _take(self, array: np.ndarray, copy: bool) -> _Bound:
         """Checks entries, and keeps them in a dtype that kernels look up: a read-only copy, or where they lie."""
         name = self.name
         if not array.ndim and not copy:
@@ -105,6 +125,7 @@ class Table:
                     f"{name}.astype({array.dtype.name!r})."
                 )
             array = array.astype(array.dtype.newbyteorder("="))
+        is_widened = not copy and str(getattr(self.watched, "dtype", "")).endswith("bfloat16")
         if array.dtype.name == "bfloat16":
             array = array.astype(np.float32)
         elif array.dtype == np.uint64 and array.size and array.max() > INT_MAX:
@@ -112,7 +133,61 @@ class Table:
         if copy:
             array = np.array(array, order="C")
             array.flags.writeable = False
-        self.array = array
+        return _Bound(array, is_widened=is_widened)
+
+    @property
+    def array(self) -> np.ndarray:
+        """The entries as they are now; of a tensor that stays on a GPU their shape and dtype, and no values.
+
+        Raises ArgumentError if a tensor that is read where it lies has another shape or dtype by now.
+        """
+        return self._follow().array
+
+    @property
+    def tensor(self) -> Any:
+        """The tensor itself, detached, where it stays on a GPU; else None."""
+        return self._follow().tensor
+
+    def _follow(self) -> _Bound:
+        """Finds the entries again if they have moved, and reads the numbers of a widened bfloat16 anew.
+
+        Everything that looks at entries comes through here: a table of a tensor cannot be stale.
+        """
+        bound, x = self._bound, self.watched
+        if bound.place is not None and _place(x) != bound.place:
+            bound = self._move(bound)
+        if bound.is_widened:
+            bound.array[...] = _entries(x, self.name).reshape(bound.array.shape)
+        return bound
+
+    def _move(self, old: _Bound) -> _Bound:
+        """Reads where a tensor lies that was moved: `.data = …`, set_(), a module's to()."""
+        x, name = self.watched, self.name
+        check_plain_tensor(x, name, followed=True)
+        new = self._read_tensor()
+        missing = old.array.ndim - new.array.ndim  # leading ones that reshaped() added
+        new = new.reshaped((1,) * missing + new.array.shape)
+        if (new.array.shape, new.array.dtype) != (old.array.shape, old.array.dtype):
+            raise ArgumentError(
+                f"{name}: expected the shape {old.array.shape} and the dtype {old.array.dtype} that its tensor had "
+                f"when the table was made; got {new.array.shape} and {new.array.dtype}. Make the table, or trace the "
+                "function, anew."
+            )
+        if new.is_widened and old.is_widened:
+            new = new._replace(array=old.array)  # prepared calls know the widened copy by its address
+        self._bound = new
+        return new
+
+    def place(self) -> Any:
+        """Returns what a prepared call depends on beside the entries' structure: where they lie, and the least and
+        greatest of integers. None of a copy.
+        """
+        if self.watched is None:
+            return None
+        bound = self._follow()
+        if self.kind == "int" and bound.tensor is None and bound.array.size:
+            return bound.place, self.ends()
+        return bound.place or ()
 
     @property
     def source(self) -> Any:
@@ -137,41 +212,27 @@ class Table:
         source = self.source
         return self.watched if source is None and is_tensor(self.watched) else source
 
-    def is_stale(self) -> bool:
-        """Returns whether its tensor has other numbers by now: a few are compared, many are known by their version."""
-        source = self.source
-        if source is None or is_traced(source):
-            return False
-        if self.array.size > _FEW:
-            return source._version != self.version
-        now = _entries(source, self.name).reshape(self.array.shape)
-        return not np.array_equal(now.astype(np.float64), self.array.astype(np.float64), equal_nan=True)
-
     def reshaped(self, shape: tuple[int, ...]) -> None:
         """Takes another shape with leading ones."""
-        self.array = (
-            self.array.reshape(shape)
-            if self.array.flags.c_contiguous
-            else self.array[(None,) * (len(shape) - self.array.ndim)]
-        )
-        if self.tensor is not None:
-            self.tensor = self.tensor[(None,) * (len(shape) - self.tensor.ndim)]
+        self._bound = self._bound.reshaped(shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.array.shape
+        return self._bound.array.shape
 
     @property
     def dtype_name(self) -> str:
         """The dtype of the entries as they lie in memory."""
-        return self.array.dtype.name if self.tensor is None else str(self.tensor.dtype).removeprefix("torch.")
+        array, tensor, *_ = self._bound
+        return array.dtype.name if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
     @property
     def last_is_one(self) -> bool:
         """Returns whether entries of the last dimension are contiguous."""
-        if self.tensor is not None:
-            return self.tensor.stride()[-1] == 1
-        return self.array.strides[-1] == self.array.itemsize
+        array, tensor, *_ = self._follow()
+        if tensor is not None:
+            return tensor.stride()[-1] == 1
+        return array.strides[-1] == array.itemsize
 
     @property
     def is_own(self) -> bool:
@@ -180,53 +241,50 @@ class Table:
         """
         return self.watched is None
 
-    def read_again(self) -> None:
-        """Reads again what others hold: where it lies, or the numbers of a widened bfloat16 as they are now.
+    @property
+    def identity(self) -> int:
+        """The id of what is looked up: of an own array, or of the caller's."""
+        return id(self._bound.array if self.watched is None else self.watched)
 
-        Raises ArgumentError where a tensor lies elsewhere by now.
-        """
-        if self.place is not None and self.place != _place(self.watched):
-            raise ArgumentError(
-                f"{self.name}: expected the tensor's memory, shape and strides as they were when the function was "
-                "traced; they are others by now (set_, resize_, t_, .data = …). Change its numbers in place, or trace "
-                "the function anew."
-            )
-        is_widened = self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16")
-        if is_widened and self.array.flags.writeable:  # one that is broadcast was read for this very call
-            self.array[...] = _entries(self.watched, self.name).reshape(self.array.shape)
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it keeps alive: those of its entries, if it has not released them."""
+        return 0 if self.watched is _RELEASED else self._bound.array.nbytes
 
     def release(self) -> None:
         """Forgets where the entries lie, once a call that was prepared has its own addresses of them."""
-        self.array = np.broadcast_to(np.zeros((), self.array.dtype), self.array.shape)
-        self.watched, self.place, self.origin = _RELEASED, None, None
+        array = self._bound.array
+        self._bound = _Bound(np.broadcast_to(np.zeros((), array.dtype), array.shape))
+        self.watched, self.origin = _RELEASED, None
 
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""
-        if self.kind not in ("bool", "int") or not self.array.size or self.tensor is not None or not self.is_own:
+        if self.kind not in ("bool", "int") or not self.is_own or not self.array.size:
             return None
         return self.ends()
 
     def host(self) -> np.ndarray:
         """The entries, wherever they lie."""
-        return self.array if self.tensor is None else _entries(self.tensor, self.name)
+        array, tensor, *_ = self._follow()
+        return array if tensor is None else _entries(tensor, self.name)
 
     def __getitem__(self, index: Any) -> Any:
         index = as_index(index)
-        if len(index) + 1 == self.array.ndim:
+        if len(index) + 1 == len(self.shape):
             return self._row(index)
-        if len(index) < self.array.ndim:
+        if len(index) < len(self.shape):
             return TableRows(self, index)
-        if len(index) > self.array.ndim:
+        if len(index) > len(self.shape):
             raise wrong_count(self, index)
-        for at, (x, n) in enumerate(zip(index, self.array.shape, strict=True)):
+        for at, (x, n) in enumerate(zip(index, self.shape, strict=True)):
             if isinstance(x, numbers.Integral) and not 0 <= int(x) < n:
                 raise ExpressionError(
                     f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape "
-                    f"{self.array.shape})."
+                    f"{self.shape})."
                 )
         constant = all([isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index])
         learned = self.kind in ("float", "double") and LOOKUP.get() is not None  # of what may be asked for its gradient
-        if constant and not learned and self.tensor is self.origin is None:
+        if constant and not learned and self.is_own and self.origin is None:
             return self.array[tuple(int(x) for x in index)].item()
         nodes = tuple(node_of(x) for x in index)
         for at, x in enumerate(nodes):
@@ -243,20 +301,24 @@ class Table:
         def at(last: Any) -> Any:
             return self[(*index, *as_index(last))]
 
-        count = self.array.shape[-1]
+        count = self.shape[-1]
         return Row(by_name, lambda: [at(n) for n in range(count)], count, self.name, at)
 
     def ends(self) -> tuple[int, int]:
         """Least and greatest entry of an integer or bool table that has any."""
-        if self.array.dtype == bool:
+        if self.kind == "bool":
             return 0, 1
-        if self._ends is None or not self.is_own:
-            array = self.host()
-            self._ends = int(array.min()), int(array.max())
+        if self._ends is not None and self.is_own:
+            return self._ends
+        array = self.host()
+        low, high = int(array.min()), int(array.max())
+        if high > INT_MAX:
+            raise ArgumentError(f"{self.name}: expected integers that int64 can hold; got {high}.")
+        self._ends = low, high
         return self._ends
 
     def __repr__(self) -> str:
-        return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"
+        return f"table({self.name}, {self._bound.array.dtype.name}{list(self.shape)})"
 
 
 class TableRows:
@@ -296,13 +358,13 @@ def as_index(index: Any) -> tuple[Any, ...]:
 
 
 def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
-    dims = table.array.ndim
+    dims = len(table.shape)
     return ExpressionError(f"{table.name}: expected {dims} ind{'ex' if dims == 1 else 'ices'}; got {len(index)}.")
 
 
 def _place(x: Any) -> tuple[Any, ...]:
     """Returns a key of the place where a tensor's numbers are."""
-    return x.data_ptr(), x.untyped_storage().nbytes(), x.dtype, tuple(x.shape), x.stride()
+    return read_address(x), x.untyped_storage().nbytes(), x.dtype, x.shape, x.stride()
 
 
 @contextlib.contextmanager
@@ -349,7 +411,7 @@ def _wrong_dtype(x: Any, name: str) -> ArgumentTypeError:
 
 def table(array: Any, name: str = "table") -> Table:
     check_outside(name if isinstance(name, str) else "table", "sl.table")
-    return Table(array, name)
+    return Table(array, name, copy=not is_tensor(array))
 
 
 table.__doc__ = Table.__doc__

@@ -74,7 +74,7 @@ class Expression:
     def _identity(self) -> tuple[Any, ...]:
         """The structure (with every number's kind), numbers by their bits, and which tables."""
         words = tuple(struct.pack("<d", n.value) if n.is_float else n.value for n in self.numbers)
-        return self.key, words, tuple(id(t.array if t.tensor is None else t.tensor) for t in self.tables)
+        return self.key, words, tuple(t.identity for t in self.tables)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expression) and self._identity() == other._identity()
@@ -151,6 +151,23 @@ def is_immutable(x: Any) -> bool:
     return x is None or (
         type(x) is Expression and all([t.is_own and t.array.base is None and t.may_be_kept() for t in x.tables])
     )
+
+
+def key_of_expression(x: Expression) -> Any:
+    """Returns what a prepared call depends on of a mask or score: the expression, and where the tables lie that others
+    may change or move. Returns ... if autograd records one of its tables now.
+    """
+    tables = x.tables
+    if not tables:
+        return x
+    places = []
+    for table in tables:
+        if not table.may_be_kept():
+            return ...
+        place = table.place()
+        if place is not None:
+            places.append(place)
+    return (x, *places) if places else x
 
 
 def expression(function: MaskFunction | ScoreFunction | Expression, role: str | None = None) -> Expression:

@@ -357,7 +357,6 @@ def _sinks(x: Any, problem: Problem) -> tuple[float, ...] | None:
 def _expressed(problem: Problem, mask: Expression | None, score: Expression | None) -> Problem:
     """The problem under a mask and a score, whose tables are read as they are now."""
     for table in [t for x in (mask, score) if x is not None for t in x.tables]:
-        table.read_again()
         if table.source is not None:
             check_plain_tensor(table.source, table.name)
         if table.of_heads and table.shape[0] != problem.q_heads:

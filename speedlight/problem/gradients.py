@@ -5,6 +5,7 @@ autograd records.
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,7 @@ from ..arrays.dtypes import conversion
 from ..arrays.integers import is_one, whole
 from ..arrays.layouts import are_widened, check_beside
 from ..arrays.memory import Array
-from ..arrays.torch_tensors import is_followed, is_tensor, is_traced
+from ..arrays.torch_tensors import is_followed, is_tensor, is_traced, read_address
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
@@ -49,7 +50,6 @@ def followed(options: Options) -> Followed:
     scores = [_traced(x) for x in scores_of(score)]
     tables = [t for t in tables_of(scores) if not t.is_left_alone()]
     check_attached(tables)
-    check_fresh(tables)
     score = scores if isinstance(score, (list, tuple)) else scores[0]
     return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
 
@@ -81,20 +81,9 @@ def check_on_cpu(on_gpu: bool) -> None:
         )
 
 
-def check_fresh(tables: Any) -> None:
-    """Raises if a table's source tensor was modified after the table was made."""
-    for t in tables:
-        if t.is_stale():
-            raise ArgumentError(
-                f"{t.name}: expected a table of the numbers that its tensor has now; the tensor was written to since. "
-                "Make the table anew for each call (sl.table, sl.alibi …), or let a function read the tensor: "
-                "score=lambda s, b, h, i, j: s + tensor[h] * (j - i)."
-            )
-
-
 def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
     """Freezes options: functions are traced, lists are read. Also returns the tensors and arrays that are read where
-    they lie, with their versions: a backward pass must find them as they were.
+    they lie, with what tells later writes: a backward pass must find them as they were.
     """
     options = known.options
     mask = _expression(options.mask, "mask")
@@ -106,18 +95,20 @@ def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
         mask=mask, window=tuple(map(_one, window)) if isinstance(window, (list, tuple)) else window,
         sink_logits=list(sinks) if isinstance(sinks, list) else sinks, **ints,
     )  # fmt: skip
-    read: list[Any] = [] if is_tensor(known.sinks) else [options.sink_logits]
+    states = [] if is_tensor(known.sinks) else [(options.sink_logits, state_of)]
     for x in (mask, *scores_of(options.score)):
         tables = tables_of(x)
-        read += [t.watched for t in tables] if tables else [x]
-    there = [x for x in read if is_tensor(x) or isinstance(x, np.ndarray)]
-    return known._replace(options=options), [(x, _version(x)) for x in there]
+        looked_up = isinstance(x, Expression)
+        states += [(t.watched, _numbers_of if looked_up else state_of) for t in tables] if tables else [(x, state_of)]
+    read = [(x, state(x)) for x, state in states if is_tensor(x) or isinstance(x, np.ndarray)]
+    return known._replace(options=options), read
 
 
 def check_unwritten(read: list[tuple[Any, Any]]) -> None:
     """Raises if what settled() returned was written to since."""
-    for x, version in read:
-        if _version(x) != version:
+    for x, before in read:
+        now = _numbers_of(x) if isinstance(before, _Numbers) else state_of(x)
+        if now != before:
             what, copy = ("a tensor", ".clone()") if is_tensor(x) else ("an array", ".copy()")
             raise ArgumentError(
                 f"mask, score or sink_logits: expected the numbers that the forward pass read; {what} of shape "
@@ -126,12 +117,47 @@ def check_unwritten(read: list[tuple[Any, Any]]) -> None:
             )
 
 
-def _version(x: Any) -> Any:
-    """Returns what tells later writes: PyTorch's version, or a hash of the numbers of others."""
+def state_of(x: Any) -> Any:
+    """Returns what tells later writes to a dense array: of a tensor PyTorch's version and the memory, as of q, k and v;
+    a hash of the numbers of others.
+    """
     if is_tensor(x):
-        return None if x.is_inference() else x._version
-    once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.strides)]  # of what is broadcast
-    return hashlib.sha256(np.ascontiguousarray(once).view(np.uint8).data).digest()
+        return None if x.is_inference() else x._version, read_address(x)
+    return hashlib.sha256(np.ascontiguousarray(_once(x)).view(np.uint8).data).digest()
+
+
+class _Numbers(NamedTuple):
+    """Numbers of a table that a forward pass has looked up."""
+
+    shape: tuple[int, ...]
+    words: bytes
+
+
+def _numbers_of(x: Any) -> Any:
+    """Returns what tells every later write to a table's array, also one through `.data`, which has no version: its
+    numbers, or of many the sum of each block of them. A tensor on a GPU is not waited for.
+    """
+    entries = x
+    if is_tensor(x):
+        if x.device.type != "cpu":
+            return state_of(x)
+        torch = sys.modules["torch"]
+        x = x.detach()
+        entries = (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
+    numbers = np.ascontiguousarray(_once(entries)).reshape(-1).view(np.uint8)
+    if len(numbers) <= _EXACT:
+        return _Numbers(tuple(x.shape), numbers.tobytes())
+    whole = len(numbers) // _BLOCK * _BLOCK
+    sums = numbers[:whole].view(np.uint64).reshape(-1, _BLOCK // 8).sum(axis=1)
+    return _Numbers(tuple(x.shape), sums.tobytes() + numbers[whole:].tobytes())
+
+
+_EXACT, _BLOCK = 1 << 20, 4096  # bytes
+
+
+def _once(x: np.ndarray) -> np.ndarray:
+    """Returns the entries of an array that is broadcast once."""
+    return x[tuple(slice(1) if step == 0 else slice(None) for step in x.strides)]
 
 
 def _read(x: Any, name: str) -> Any:

@@ -18,7 +18,7 @@ from ..arrays.array import listed
 from ..errors import Error
 from ..errors.advice import explain, unknown
 from ..expressions.tables import Table
-from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, is_immutable
+from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, key_of_expression
 from ..host.graph_breaks import in_graph, outside
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) 
     """Returns what is equal for options that mean the same to the bit; None for a type that may change or is odd.
 
     Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores that are
-    expressions, which never change, are known by what they compute. A seed is none of it: it is a word of every
+    expressions are known by what they compute, and by where it lies what they look up. A seed is none of it: it is a word of every
     call, and another one would come with each. `form`: of masks and scores, where arrays may be part of a key: form_of.
     """
     (
@@ -177,13 +177,10 @@ def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) 
     ):
         return None
     if not mask is score is None:
-        if form is None:
-            if not (is_immutable(mask) and is_immutable(score)):
-                return None
-        else:
-            mask, score = form(mask), form(score)
-            if mask is ... or score is ...:
-                return None
+        form = form or _form_of_function
+        mask, score = form(mask), form(score)
+        if mask is ... or score is ...:
+            return None
     exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
     key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
     if dropout:
@@ -194,6 +191,13 @@ def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) 
         return key
     values = tuple(map(_exactly, (window, sinks, cu_q, cu_k, q_lens, k_lens)))
     return None if ... in values else key + values
+
+
+def _form_of_function(x: Any) -> Any:
+    """Returns what a prepared call depends on of a mask or score that is an expression. ... for anything else."""
+    if x is None:
+        return None
+    return key_of_expression(x) if type(x) is Expression else ...
 
 
 def form_of(x: Any, keys: int | None = None, rows: int = 1) -> Any:
@@ -207,7 +211,9 @@ def form_of(x: Any, keys: int | None = None, rows: int = 1) -> Any:
         return None
     kind = type(x)
     if kind is Expression:
-        return x if is_immutable(x) and (keys is None or not any([t.of_keys for t in x.tables])) else ...
+        if keys is not None and any([t.of_keys for t in x.tables]):
+            return ...
+        return key_of_expression(x)
     if kind is list or kind is tuple:
         forms = tuple([form_of(one, keys) for one in x])
         return ... if ... in forms else forms

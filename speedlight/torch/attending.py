@@ -13,11 +13,7 @@ from ..autograd.attending import attend_as_operation, attended, attended_again, 
 from ..autograd.graphs import in_graph
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by
-from ..problem.gradients import (
-    check_fresh,
-    followed,
-    tables_of,
-)
+from ..problem.gradients import followed
 from ..problem.options import AllOptions, public
 from ..problem.problem import Options
 
@@ -90,8 +86,6 @@ def attention(
             if known or any([is_tensor(x) and x.requires_grad for x in (q, k, v)]):
                 return attended(q, k, v, known, return_lse)
             given = known.options
-        else:
-            check_fresh(tables_of(given.score))
         return compute(q, k, v, given, return_lse)
     return attend_as_operation(q, k, v, given, return_lse)
 

@@ -74,7 +74,7 @@ class Gradients:
         if None in places:
             return False
         for launch in launches:
-            launch.release_tables()
+            launch.release_tables(arrays)
         self.places = tuple(zip(launches, places, strict=True))
         return True
 

@@ -75,8 +75,8 @@ class Launch:
     @property
     def size(self) -> int:
         """Bytes that it keeps alive, the tables of its mask and score included."""
-        tables = [] if self.program is None else [x.array for x in self.program.tables if x.is_own]
-        return len(self.template) + sum(x.nbytes for x in (*self.slots, *tables))
+        tables = 0 if self.program is None else sum([x.held_bytes for x in self.program.tables])
+        return len(self.template) + tables + sum([x.nbytes for x in self.slots])
 
     def places_of(self, arrays: Sequence[Any], grows: bool = False) -> list[Place] | None:
         """Returns the places of a call's dense masks and scores; None if one is empty, was copied for another reason
@@ -115,10 +115,10 @@ class Launch:
         first = shape[-1] - shape[-2]
         return tuple([n for n, x in enumerate(numbers) if not x.is_float and x.value == first]) or None
 
-    def release_tables(self) -> None:
+    def release_tables(self, arrays: Sequence[Any]) -> None:
         """Forgets arrays of masks and scores, which each call has at places of its own."""
         for table in [] if self.program is None else self.program.tables:
-            if not table.is_own:
+            if any([table.watched is x for x in arrays]):
                 table.release()
 
     def tables_at(self, places: Sequence[Place], arrays: Sequence[Any], keys: int | None = None) -> Any:
