@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,26 @@ def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
         )
 
 
+def _choose_read_address(x: Any) -> int:
+    """Reads a tensor's address, and chooses how every later call of read_address() does it."""
+    global read_address
+    torch: Any = sys.modules["torch"]
+    read_address = getattr(torch.Tensor, "const_data_ptr", _read_address_of_storage)
+    return read_address(x)
+
+
+def _read_address_of_storage(x: Any) -> int:
+    """Returns what const_data_ptr() does, which PyTorch 2.11 lacks; of an empty tensor 0."""
+    if not x.numel():
+        return 0
+    return sys.modules["torch"]._C._data_address(x) + x.storage_offset() * x.itemsize
+
+
+# The address of a tensor's first element. Unlike data_ptr(), it makes no copy-on-write tensor its copy. Call it as
+# torch_tensors.read_address(x): the first call replaces it, and later ones take no longer than x.const_data_ptr().
+read_address: Callable[[Any], int] = _choose_read_address
+
+
 def has_bytes(x: Any, size: int) -> bool:
     """Returns whether a plain tensor's storage, which may have been resized, has so many bytes from its first element
     on.
@@ -105,7 +126,7 @@ def _has_memory(x: Any) -> bool:
         return True
     last = x.storage_offset() + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
     try:
-        return x.const_data_ptr() != 0 and (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+        return read_address(x) != 0 and (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, a tensor of zeros that are nowhere
         return False
 
@@ -146,7 +167,7 @@ def from_torch(x: Any, name: str, torch: Any) -> Array:
         dtype = check_dtype(name, str(x.dtype).removeprefix("torch."))
         found = _SIZES[x.dtype] = dtype, DTYPES[dtype][1]
     dtype, size = found
-    address = x.const_data_ptr() if name in _READ else x.data_ptr()  # which makes a copy-on-write tensor its copy
+    address = read_address(x) if name in _READ else x.data_ptr()  # which makes a copy-on-write tensor its copy
     strides = tuple([s * size for s in x.stride()])
     return Array(name, address, tuple(x.shape), strides, dtype, "torch", True, x, str(x.device))
 

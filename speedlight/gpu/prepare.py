@@ -14,7 +14,7 @@ from .dropping import words_of
 from .forward import attend
 from .keys import Keys, axes
 from .launch import Launch, named_strides, start
-from .schedule import Schedule, capability, check, most_rows, power_above, schedule, tile_class
+from .schedule import Schedule, allows_tma, capability, check, most_rows, power_above, schedule, tile_class
 from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
 from .splits import combine
 from .tiles import Tile
@@ -101,7 +101,7 @@ class Part:
         return {
             "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)), "BM": how.rows, "BN": how.tile.keys,
             "CAUSAL": how.causal, "PRECISION": how.precision, "HIDING": how.hiding, "SPLIT": how.short,
-            "USE_TMA": how.tile.use_tma and keys.fit_tma(max(p.k_lengths)),
+            "USE_TMA": how.tile.use_tma and allows_tma() and keys.fit_tma(max(p.k_lengths)),
             "MEMORY": int(PAGES if keys.pages is not None else RING if keys.ring else ARRAYS),
         }  # fmt: skip
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, shown
 from ..expressions.program import may_hide
 from ..host.machine import interpreting
+from ..host.shortcuts import setting
 from ..problem.checks import check_precision
 from ..problem.problem import Problem
 from .keys import Keys
@@ -24,9 +25,21 @@ def capability(device: str) -> tuple[int, int]:
     return (9, 0) if interpreting() else torch.cuda.get_device_capability(device)
 
 
+def allows_tma() -> bool:
+    """Returns whether kernels may read keys by tensor descriptors, unless SPEEDLIGHT_GPU_TMA turns them off."""
+    wanted = setting("SPEEDLIGHT_GPU_TMA")
+    if wanted not in ("", "0", "1"):
+        raise ArgumentError(
+            f"SPEEDLIGHT_GPU_TMA: expected 0 (plain loads) or 1 (tensor descriptors where they fit); got "
+            f"{shown(wanted)}."
+        )
+    return wanted != "0"
+
+
 def check(problem: Problem, device: str, precision: Any) -> None:
     """Raises for what this engine cannot do on this device."""
     check_precision(precision)
+    allows_tma()
     if problem.dtype == "float64":
         raise UnsupportedError(
             "q: expected float32, float16 or bfloat16 on a GPU; got float64. Use float32, or arrays on the CPU."

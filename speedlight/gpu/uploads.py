@@ -104,6 +104,30 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
     return copy
 
 
+# by the numbers, their dtype, shape and device, so that problems of other lengths share them: a step of a cache that is
+# captured in a CUDA graph is of the capacity's problem, while steps before it were of their own lengths'
+_numbers: Memo[torch.Tensor] = Memo(1024, 1 << 28)
+_of_graphs: set[torch.Tensor] = set()  # numbers that CUDA graphs read when they are replayed: never dropped
+
+
+def _sent(x: np.ndarray, device: str) -> torch.Tensor:
+    """Uploads numbers that nobody writes to; equal ones once."""
+    key = x.tobytes(), x.dtype.str, x.shape, device
+    there = _numbers.get(key)
+    if there is None:
+        there = torch.from_numpy(x).to(device)
+        _numbers.put(key, there, there.nbytes)
+    return there
+
+
+def _keep_for_graph(uploads: Uploads) -> None:
+    """Keeps the numbers of a call that is being captured: the memos may drop them before the graph's last replay."""
+    if capturing():
+        classes = [x.classes for x in uploads.classes.values()]
+        read = (uploads.words, uploads.sinks, uploads.items, *classes)
+        _of_graphs.update(x for x in read if x is not None)
+
+
 # by problem, device and first rows; holds no array of a caller's, and nothing mutable
 _uploads: Memo[Uploads] = Memo(256, 1 << 30)
 
@@ -120,6 +144,7 @@ def uploads_of(
     key = replace(problem, dropout=0.0, seed=0) if problem.dropout else problem, device, firsts, backward, tables
     uploads = _uploads.get(key)
     if uploads is not None:
+        _keep_for_graph(uploads)
         return uploads
     program = problem.program
     if tables and problem.score is not None:
@@ -131,10 +156,10 @@ def uploads_of(
     if program is not None:
         entries = [_table_on(t, device) for t in program.tables]
         host = program.device_words([t.data_ptr() for t in entries], [tuple(t.stride()) for t in entries])
-        words = torch.from_numpy(host).to(device)
+        words = _sent(host, device)
         floats = words.view(torch.float64)
     if problem.sinks is not None:
-        sinks = torch.tensor(problem.sinks, dtype=torch.float64 if backward else torch.float32).to(device)
+        sinks = _sent(np.array(problem.sinks, np.float64 if backward else np.float32), device)
     functions = functions_of(program) if program is not None else {}
     items = _item_words(problem, device, firsts)
     may_fail = program is not None and program.may_fail
@@ -142,6 +167,7 @@ def uploads_of(
     borrowed = [] if program is None else [t for t in program.tables if not t.is_own]
     if not borrowed:  # the memo holds no reference to an array of a caller's
         _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *entries) if x is not None))
+    _keep_for_graph(uploads)
     return uploads
 
 
@@ -152,7 +178,7 @@ def _item_words(p: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[in
     q_first, k_first = firsts if firsts is not None else ((0,) * p.batch, (0,) * p.batch)
     names = p.items if p.items is not None else range(p.batch)
     rows = zip(p.q_lengths, p.k_lengths, p.q_starts, q_first, k_first, names, strict=True)
-    return torch.tensor(list(rows), dtype=torch.int64).reshape(p.batch, int(ITEM)).to(device)
+    return _sent(np.array(list(rows), np.int64).reshape(p.batch, int(ITEM)), device)
 
 
 # --- classes of tiles: kernels cannot bound tables of several dimensions, or of floats

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import torch_tensors
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
@@ -198,7 +199,7 @@ class Prepared:
         addresses = []
         for n, (x, (_, end)) in enumerate(zip(tensors, self.reach, strict=False)):
             try:
-                address = x.const_data_ptr() if n < self.reads else x.data_ptr()  # out alone is written
+                address = torch_tensors.read_address(x) if n < self.reads else x.data_ptr()  # out alone is written
             except RuntimeError:  # a wrapper of torch.func
                 return None
             if end and not (address and has_bytes(x, end)):
@@ -239,7 +240,7 @@ class Prepared:
             at = [address_of(q), address_of(k), address_of(v)]
         else:
             try:
-                at = [q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr()]
+                at = [torch_tensors.read_address(q), torch_tensors.read_address(k), torch_tensors.read_address(v)]
             except RuntimeError:  # a wrapper of torch.func
                 return None
             (_, end), (end_k, end_v) = self.reach[0], found.ends

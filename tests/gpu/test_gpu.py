@@ -19,7 +19,7 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.arrays.array import describe
 from speedlight.arrays.memory import pages
-from speedlight.gpu import merging, schedule, uploads
+from speedlight.gpu import launch, merging, schedule, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare
 from speedlight.gpu.tiles import Tile
@@ -260,6 +260,33 @@ def test_capabilities(monkeypatch, rng):
     monkeypatch.setattr(schedule, "capability", lambda device: (7, 0))
     with pytest.raises(sl.UnsupportedError, match=r"expected compute capability 7.5 or newer; got 7.0"):
         attention(q, k, v)
+
+
+def test_tensor_descriptors_can_be_turned_off(monkeypatch, rng):
+    """By the environment, to the same bits; another value is an error, and a cache stays as it was."""
+    q, k, v = (tensor(x) for x in qkv(rng, "float32", 1, 2, 1, 70, 50, 16, 16))
+    used = []
+
+    def start(each):
+        used.append(each.arguments.get("USE_TMA"))
+        launch.start(each)
+
+    monkeypatch.setattr("speedlight.gpu.prepare.start", start)
+    results, cache = [], sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=70, device="cuda")
+    with small_blocks(Tile(16, 16, 4, 1, use_tma=True)):
+        for setting in ("1", "0"):
+            monkeypatch.setenv("SPEEDLIGHT_GPU_TMA", setting)
+            results.append(sl.attention(q, k, v, engine="cuda"))
+        monkeypatch.setenv("SPEEDLIGHT_GPU_TMA", "yes")
+        for call in (
+            lambda: sl.attention(q, k, v, engine="cuda"),
+            lambda: cache.attend(0, q[:, :, :50], k, v),
+            lambda: sl.attention_backward(q, k, v, results[0], results[0][..., 0], q, engine="cuda"),
+        ):
+            with pytest.raises(sl.ArgumentError, match=r"^SPEEDLIGHT_GPU_TMA: expected 0 \(plain loads\) or 1 .*'yes'"):
+                call()
+    assert used == [True, True, False, False] and same(results[:1], results[1:])
+    assert cache.length(0) == 0
 
 
 def test_out_stays_as_it_was_where_a_lookup_fails(rng):

@@ -5,6 +5,9 @@ Tensors without numbers stand for a GPU's, a driver that launches nothing for CU
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,7 @@ from triton.runtime.jit import KernelInterface
 
 import speedlight as sl
 from speedlight.arrays.memory import Array
-from speedlight.gpu import differentiate, prepare, uploads
+from speedlight.gpu import differentiate, prepare, storage, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.problem.build import Stated, from_arrays
 from speedlight.problem.gradients import Asked
@@ -26,7 +29,7 @@ OPTIONS = {
     "causal": {"causal": True},
     "mask": {"mask": sl.window(9, 0) | sl.prefix(2), "sink_logits": [0.5] * 4},
     "score": {"score": sl.alibi(SLOPES), "dropout": 0.1, "seed": 3},
-    "tables": {"mask": lambda b, h, i, j, t=sl.table(np.ones((20, 60), bool)): t[i - 10, j], "q_start": 10},
+    "tables": {"mask": lambda b, h, i, j, t=sl.table(np.ones((60, 60), bool)): t[i - 10, j], "q_start": 10},
 }
 
 
@@ -43,12 +46,28 @@ class Device(TorchDispatchMode):
         return result
 
 
+class Captured(Device):
+    """Stands for the capture of a CUDA graph."""
+
+    now = False
+
+    def __enter__(self):
+        Captured.now = True
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Captured.now = False
+        return super().__exit__(*error)
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The names of kernels that the driver was given, instead of launching them."""
     names = []
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda **_: names.append(kernel.__name__))
-    monkeypatch.setattr(uploads, "capturing", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # on a GPU, too: tensors without numbers have no device to ask
+    for module in (storage, uploads):
+        monkeypatch.setattr(module, "capturing", lambda: Captured.now)
     with small_blocks():
         yield names
 
@@ -74,7 +93,7 @@ def test_forward(name, q_len, launched):
     keys = arrays_of(x.k.tensor, x.v.tensor, "bhld")
     prepare.prepare(problem, "bhld", "cpu", keys).run(x.q.tensor, keys, x.out.tensor, x.lse.tensor)
     before = launched.copy()
-    with Device():
+    with Captured():
         call = prepare.prepare(problem, "bhld", "cpu", keys)
         call.run(x.q.tensor, keys, x.out.tensor, x.lse.tensor)
     assert launched == 2 * before and before[0] == "attend"
@@ -88,10 +107,54 @@ def test_backward(name, launched):
     request = Asked(problem, grads)
     differentiate.prepare(request, "bhld", Stated(problem), x.q, "ieee").run(x)
     before = launched.copy()
-    with Device():
+    with Captured():
         differentiate.prepare(request, "bhld", Stated(problem), x.q, "ieee").run(x)
     assert launched == 2 * before and before[:2] == ["sum_rows", "differentiate"]
     assert ("sum_terms" in before) == (name == "score")
+
+
+STEPS = {
+    "plain": {},
+    "mask": {"mask": sl.window(9, 0) | sl.prefix(2)},
+    "score": {"score": sl.alibi(SLOPES)},
+    "sinks": {"sink_logits": [0.5] * 4},
+    "dropout": {"score": sl.softcap(9.0), "dropout": 0.1, "seed": 3},
+    "tables": {"mask": lambda b, h, i, j, t=sl.table(np.ones(300, bool)): t[j]},
+}
+
+
+@pytest.mark.parametrize("kind", [{"capacity": 300}, {"window": 20, "capacity": 300}])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_a_cache(name, kind, launched, monkeypatch):
+    """The step before was shorter than what a graph may replay: it uploads what that wants, too."""
+    monkeypatch.setattr(storage, "device_of", lambda device: torch.device("meta"))
+    monkeypatch.setattr(storage, "described", lambda x, name, device: array(name, *x.shape))
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, **kind, device="cuda")
+    q, k, v = (torch.empty(1, heads, 1, 16, device="meta") for heads in (4, 2, 2))
+    cache.attend(0, q, k, v, **STEPS[name])
+    before = launched.copy()
+    with Captured():
+        cache.attend(0, q, k, v, **STEPS[name])
+    assert launched == 2 * before and "attend" in before
+
+
+@pytest.mark.parametrize("name", ["mask", "tables"])
+def test_numbers_that_a_graph_reads_are_not_dropped(name, launched, monkeypatch):
+    """A replay reads them long after other calls have filled the memos."""
+    monkeypatch.setattr(uploads, "_of_graphs", set())
+    x = arrays(40)  # not split, so that the host classifies tiles
+    keys = arrays_of(x.k.tensor, x.v.tensor, "bhld")
+    problem = from_arrays(x.q, x.k, x.v, Options(**OPTIONS[name])).problem
+    for context in (contextlib.nullcontext(), Captured()):
+        with context:
+            prepare.prepare(problem, "bhld", "cpu", keys).run(x.q.tensor, keys, x.out.tensor, x.lse.tensor)
+    made = uploads.uploads_of(problem, "cpu", None)
+    numbers = [made.words, made.sinks, *[y.classes for y in made.classes.values()]]
+    held = [weakref.ref(t) for t in numbers if t is not None]
+    del made, numbers
+    uploads._uploads.clear()
+    uploads._numbers.clear()
+    assert len(held) == 2 and all(t() is not None for t in held)
 
 
 def test_whoever_waits_is_found():

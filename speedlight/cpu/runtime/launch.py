@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays import torch_tensors
 from ...arrays.memory import pages
 from ...arrays.torch_tensors import has_bytes
 from ...errors import pass_on
@@ -100,7 +101,7 @@ class Launch:
             first = self._find_first(there.shape) if grows and there.shape[-2] > 1 else ()
             if first is None:
                 return None
-            if there.ctypes.data == (x.ctypes.data if is_numpy else x.const_data_ptr()):
+            if there.ctypes.data == (x.ctypes.data if is_numpy else torch_tensors.read_address(x)):
                 places.append(Place(slot, _end_of(there.shape, there.strides) + there.itemsize, None, first))
             elif not is_numpy and str(x.dtype) == "torch.bfloat16":
                 places.append(Place(slot, 0, x.detach().float().stride(), first))
@@ -143,7 +144,7 @@ class Launch:
                     steps = [step * size for step in x.stride()]
                     end = _end_of(x.shape, steps) + size
                 try:
-                    address = x.const_data_ptr()
+                    address = torch_tensors.read_address(x)
                 except RuntimeError:  # a wrapper of torch.func
                     return None
                 if not (address and has_bytes(x, end)):

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
+from speedlight.arrays import torch_tensors
 from speedlight.calls import dense
 from speedlight.cpu.engine.forward_call import Call
 from speedlight.problem.results import fresh
@@ -273,7 +274,40 @@ def test_autograd_hears_of_a_kernel_that_is_stopped(repeated, monkeypatch):
         flow.backward()
 
 
-def test_copies_that_wait_for_a_write_are_not_made_by_reading():
+READERS = {
+    "this release": torch_tensors._choose_read_address,
+    "without const_data_ptr": torch_tensors._read_address_of_storage,
+}
+
+
+@pytest.fixture(params=READERS)
+def read(request, monkeypatch):
+    """Reads a tensor's address as this release of PyTorch can, and as PyTorch 2.11."""
+    monkeypatch.setattr(torch_tensors, "read_address", READERS[request.param])
+    return lambda x: torch_tensors.read_address(x)
+
+
+def test_an_address_is_read_as_data_ptr_has_it(read):
+    """Views, empty tensors and tensors without memory, too; what has no address raises RuntimeError."""
+    x = torch.randn(4, 6)
+    without = torch.randn(3)
+    without.untyped_storage().resize_(0)
+    for view in (x, x[1:, 2::3], x.T, x[2, 3], x[:, 2:2], x.bfloat16()[1:], without, torch.nn.Parameter(x[1:])):
+        assert read(view) == view.data_ptr()
+    expected = [x.data_ptr(), x[1:, 2:].data_ptr()]
+    lazy = torch._lazy_clone(x)
+    assert [read(lazy), read(lazy[1:, 2:])] == expected
+    assert torch._C._is_cow_tensor(lazy)
+
+    def read_inside(part):
+        with pytest.raises(RuntimeError, match="storage"):
+            read(part)
+        return part
+
+    torch.func.vmap(read_inside)(x)
+
+
+def test_copies_that_wait_for_a_write_are_not_made_by_reading(read):
     """torch._lazy_clone()'s: the first call and later ones, with gradients, too; what is written becomes its own."""
     given, is_lazy = tensors(), torch._C._is_cow_tensor
     lazy = [torch._lazy_clone(x) for x in given]
