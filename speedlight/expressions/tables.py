@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays.array import is_masked
 from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, pass_on, shown
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, has, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
 from . import foreign
@@ -57,6 +57,7 @@ class Table:
         self.version = 0  # of its numbers
         self.watched: Any = None  # the caller's tensor or array, whose memory is looked up; None: a copy is
         self.place: Any = None  # where that memory was, of a tensor
+        self.captured: Any = None  # the array or tensor that a function captured; `watched` may be a view of it
         self.copies: dict[str, Any] = {}  # by device
         self.of_items = False  # whether it has to have a row for each item of the batch
         self.of_keys = False  # … and that an entry for each key
@@ -200,6 +201,18 @@ class Table:
         self.array = np.broadcast_to(np.zeros((), self.array.dtype), self.array.shape)
         self.watched, self.place, self.origin = _RELEASED, None, None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns the caller's array itself, or the copy of it: addresses and views are derived from it again, so that
+        a table that is copied or pickled with its array reads the array's copy.
+        """
+        flags = {name: getattr(self, name) for name in ("of_items", "of_keys", "of_heads", "way")}
+        if self.is_own:
+            origin = None if self.origin is None else _View(self.name, self.origin, None)
+            behind = 0 if self.origin is None else self.origin._version - self.version
+            return _table_of_entries, (self.name, self.array, origin, behind), flags
+        self.read_again()
+        return _table_of_view, (_View(self.name, self.watched, self.captured), self.shape, self.name), flags
+
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""
         if self.kind not in ("bool", "int") or not self.array.size or self.tensor is not None or not self.is_own:
@@ -298,6 +311,75 @@ def as_index(index: Any) -> tuple[Any, ...]:
 def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
     dims = table.array.ndim
     return ExpressionError(f"{table.name}: expected {dims} ind{'ex' if dims == 1 else 'ices'}; got {len(index)}.")
+
+
+class _View:
+    """An array or a tensor as the part of another that it is; copying both keeps it a part of the other's copy.
+
+    Args:
+        whole: the other; None if it is not known.
+    """
+
+    __slots__ = ("at", "is_followed", "shape", "strides", "type", "whole")
+
+    def __init__(self, name: str, x: Any, whole: Any) -> None:
+        is_of_torch = is_tensor(x)
+        if is_of_torch and not x.is_leaf:
+            if x._base is None or not x._base.is_leaf:
+                raise UnsupportedError(
+                    f"{name}: expected a leaf of the graph, or a view of one, to copy or pickle the function; got the "
+                    f"result of {type(x.grad_fn).__name__}. Trace the function again where the copy is wanted."
+                )
+            whole = x._base
+        if whole is None or whole is x:
+            self.whole, self.shape = x, None
+            return
+        self.whole, self.type, self.shape = whole, x.dtype, tuple(x.shape)
+        if is_of_torch:
+            self.is_followed, self.strides = x.requires_grad, x.stride()
+            self.at = x.storage_offset() - whole.storage_offset()
+            keeps_order = whole.stride() == sys.modules["torch"].empty_like(whole, device="meta").stride()
+        else:
+            self.strides, self.at = x.strides, x.ctypes.data - whole.ctypes.data
+            if not self.at and (self.type, self.shape, self.strides) == (whole.dtype, whole.shape, whole.strides):
+                self.shape = None
+                return
+            keeps_order = whole.flags.forc
+        if not keeps_order:
+            raise UnsupportedError(
+                f"{name}: expected a contiguous array to copy or pickle a function that looks up a part of it; got "
+                f"strides {whole.stride() if is_of_torch else whole.strides}. Let the function capture a contiguous "
+                "copy."
+            )
+
+    def made(self) -> Any:
+        """Returns the part."""
+        whole = self.whole
+        if self.shape is None:
+            return whole
+        if not is_tensor(whole):
+            memory = whole.ravel(order="K")  # a view: the array is contiguous
+            return np.ndarray(self.shape, self.type, memory, self.at, self.strides)
+        with sys.modules["torch"].set_grad_enabled(self.is_followed):
+            return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.at)
+
+
+def _table_of_entries(name: str, array: np.ndarray, origin: _View | None, behind: int) -> Table:
+    """Returns a table of a copy; behind: how often its tensor had been written to since."""
+    table = Table(array, name)
+    if origin is not None:
+        table.origin = origin.made()
+        table.version = table.origin._version - behind
+    return table
+
+
+def _table_of_view(view: _View, shape: tuple[int, ...], name: str) -> Table:
+    """Returns a table that reads an array where it lies."""
+    table = Table(view.made(), name, copy=False)
+    table.captured = view.whole
+    if table.shape != shape:
+        table.reshaped(shape)
+    return table
 
 
 def _place(x: Any) -> tuple[Any, ...]:
