@@ -325,7 +325,7 @@ class _View:
     def __init__(self, name: str, x: Any, whole: Any) -> None:
         is_of_torch = is_tensor(x)
         if is_of_torch and not x.is_leaf:
-            if x._base is None or not x._base.is_leaf:
+            if x._base is None or not x._base.is_leaf or not x._base.requires_grad:
                 raise UnsupportedError(
                     f"{name}: expected a leaf of the graph, or a view of one, to copy or pickle the function; got the "
                     f"result of {type(x.grad_fn).__name__}. Trace the function again where the copy is wanted."
