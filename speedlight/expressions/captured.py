@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ExpressionError
 from .autograd import Traceable, is_autograd_function
 from .symbols import LOOKUP, Symbol
@@ -37,10 +38,20 @@ class Tables:
         """LOOKUP of a trace."""
         if id(array) not in self.of:
             name = self.names.get(id(array), "table")
-            self.of[id(array)] = array, Table(array, name, copy=isinstance(array, list))
+            table = Table(array, name, copy=isinstance(array, list))
+            table.captured = self._captured(array)
+            self.of[id(array)] = array, table
         table = self.of[id(array)][1]
         sizes = itertools.chain(table.shape, itertools.repeat(0))
         return table[tuple(map(_from_the_end, as_index(index), sizes)) or (0,)]
+
+    def _captured(self, array: Any) -> Any:
+        """Returns the array or tensor that a function captured, of which it looks up this view; None if it made one."""
+        if isinstance(array, LookedArray):
+            return array.whole if np.may_share_memory(array, array.whole) else None
+        if not is_tensor(array) or id(array) in self.names or array._base is None:
+            return None
+        return array._base if array._base.dtype == array.dtype else None
 
 
 def _from_the_end(x: Any, n: int) -> Any:
@@ -49,7 +60,15 @@ def _from_the_end(x: Any, n: int) -> Any:
 
 
 class LookedArray(np.ndarray):
-    """A captured array: what is made of it is NumPy's, and looked up the same way."""
+    """A captured array: what is made of it is NumPy's, and looked up the same way.
+
+    `whole` is the array itself, also where this is a view of it.
+    """
+
+    whole: np.ndarray
+
+    def __array_finalize__(self, made_of: Any) -> None:
+        self.whole = getattr(made_of, "whole", made_of)
 
     def __getitem__(self, index: Any) -> Any:
         return _entry(self, index, super().__getitem__)

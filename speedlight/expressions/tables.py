@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import torch_tensors
 from ..arrays.array import is_masked
-from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced, read_address
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, pass_on, shown
+from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, has, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
 from . import foreign
@@ -65,12 +66,14 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
+    def __init__(self, array: Any, name: str = "table", *, copy: bool | None = None) -> None:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
+        copy = not is_tensor(array) if copy is None else copy
         self.name = name
         self.origin: Any = None  # a tensor of floats that the entries are the numbers of, whether followed or not
         self.watched: Any = None  # the caller's tensor or array, whose memory is looked up; None: a copy is
+        self.captured: Any = None  # the array or tensor that a function captured; `watched` may be a view of it
         self.copies: dict[str, Any] = {}  # by device
         self.of_items = False  # whether it has to have a row for each item of the batch
         self.of_keys = False  # … and that an entry for each key
@@ -87,13 +90,13 @@ class Table:
             self._bound = self._take(ones, False)
         else:
             check_plain_tensor(array, name, followed=True)
-            if array.is_floating_point() and not array.is_inference():  # which nothing ever flows to
-                self.origin = array
             if copy:
                 self._bound = self._take(_entries(array, name), True)
             else:
                 self.watched = array
                 self._bound = self._read_tensor()
+                if array.is_floating_point() and not array.is_inference():  # which nothing ever flows to
+                    self.origin = array
 
     def _read_tensor(self) -> _Bound:
         """Reads where the watched tensor lies; a tensor on a GPU stays there."""
@@ -257,6 +260,17 @@ class Table:
         self._bound = _Bound(np.broadcast_to(np.zeros((), array.dtype), array.shape))
         self.watched, self.origin = _RELEASED, None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns the caller's array itself, or the copy of it: addresses and views are derived from it again, so that
+        a table that is copied or pickled with its array reads the array's copy.
+        """
+        flags = {name: getattr(self, name) for name in ("of_items", "of_keys", "of_heads", "way")}
+        if self.origin is not None and is_traced(self.origin):
+            return Table, (self.origin, self.name), flags
+        if self.is_own:
+            return Table, (self.array, self.name), flags
+        return _table_of_view, (_View(self.name, self.watched, self.captured), self.shape, self.name), flags
+
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""
         if self.kind not in ("bool", "int") or not self.is_own or not self.array.size:
@@ -279,8 +293,7 @@ class Table:
         for at, (x, n) in enumerate(zip(index, self.shape, strict=True)):
             if isinstance(x, numbers.Integral) and not 0 <= int(x) < n:
                 raise ExpressionError(
-                    f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape "
-                    f"{self.shape})."
+                    f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape {self.shape})."
                 )
         constant = all([isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index])
         learned = self.kind in ("float", "double") and LOOKUP.get() is not None  # of what may be asked for its gradient
@@ -362,9 +375,69 @@ def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
     return ExpressionError(f"{table.name}: expected {dims} ind{'ex' if dims == 1 else 'ices'}; got {len(index)}.")
 
 
+class _View:
+    """An array or a tensor as the part of another that it is; copying both keeps it a part of the other's copy.
+
+    Args:
+        whole: the other; None if it is not known.
+    """
+
+    __slots__ = ("at", "is_followed", "shape", "strides", "type", "whole")
+
+    def __init__(self, name: str, x: Any, whole: Any) -> None:
+        is_of_torch = is_tensor(x)
+        if is_of_torch and not x.is_leaf:
+            if x._base is None or not x._base.is_leaf or not x._base.requires_grad:
+                raise UnsupportedError(
+                    f"{name}: expected a leaf of the graph, or a view of one, to copy or pickle the function; got the "
+                    f"result of {type(x.grad_fn).__name__}. Trace the function again where the copy is wanted."
+                )
+            whole = x._base
+        if whole is None or whole is x:
+            self.whole, self.shape = x, None
+            return
+        self.whole, self.type, self.shape = whole, x.dtype, tuple(x.shape)
+        if is_of_torch:
+            self.is_followed, self.strides = x.requires_grad, x.stride()
+            self.at = x.storage_offset() - whole.storage_offset()
+            keeps_order = whole.stride() == sys.modules["torch"].empty_like(whole, device="meta").stride()
+        else:
+            self.strides, self.at = x.strides, x.ctypes.data - whole.ctypes.data
+            if not self.at and (self.type, self.shape, self.strides) == (whole.dtype, whole.shape, whole.strides):
+                self.shape = None
+                return
+            keeps_order = whole.flags.forc
+        if not keeps_order:
+            raise UnsupportedError(
+                f"{name}: expected a contiguous array to copy or pickle a function that looks up a part of it; got "
+                f"strides {whole.stride() if is_of_torch else whole.strides}. Let the function capture a contiguous "
+                "copy."
+            )
+
+    def made(self) -> Any:
+        """Returns the part."""
+        whole = self.whole
+        if self.shape is None:
+            return whole
+        if not is_tensor(whole):
+            memory = whole.ravel(order="K")  # a view: the array is contiguous
+            return np.ndarray(self.shape, self.type, memory, self.at, self.strides)
+        with sys.modules["torch"].set_grad_enabled(self.is_followed):
+            return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.at)
+
+
+def _table_of_view(view: _View, shape: tuple[int, ...], name: str) -> Table:
+    """Returns a table that reads an array where it lies."""
+    table = Table(view.made(), name, copy=False)
+    table.captured = view.whole
+    if table.shape != shape:
+        table.reshaped(shape)
+    return table
+
+
 def _place(x: Any) -> tuple[Any, ...]:
     """Returns a key of the place where a tensor's numbers are."""
-    return read_address(x), x.untyped_storage().nbytes(), x.dtype, x.shape, x.stride()
+    return torch_tensors.read_address(x), x.untyped_storage().nbytes(), x.dtype, x.shape, x.stride()
 
 
 @contextlib.contextmanager
@@ -411,7 +484,7 @@ def _wrong_dtype(x: Any, name: str) -> ArgumentTypeError:
 
 def table(array: Any, name: str = "table") -> Table:
     check_outside(name if isinstance(name, str) else "table", "sl.table")
-    return Table(array, name, copy=not is_tensor(array))
+    return Table(array, name)
 
 
 table.__doc__ = Table.__doc__

@@ -83,6 +83,12 @@ class Expression:
         """Stable from process to process; of the structure alone."""
         return int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:8], "little") >> 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns a flat list of nodes: a tree may be deeper than Python's stack."""
+        at = {id(node): n for n, node in enumerate(self.nodes)}
+        nodes = [(node.op, node.kind, [at[id(a)] for a in node.args], node.value) for node in self.nodes]
+        return _expression_of_nodes, (self.role, nodes, self.size)
+
     def __repr__(self) -> str:
         return f"{self.role} {self.root!r}"
 
@@ -137,6 +143,14 @@ class Expression:
 
     def __bool__(self) -> bool:
         raise ExpressionError("a mask has no truth value: combine masks with & | ~, not with and, or, not.")
+
+
+def _expression_of_nodes(role: str, nodes: Sequence[tuple[str, str, list[int], Any]], size: int) -> Expression:
+    """Returns an expression that was copied or pickled."""
+    made: list[Node] = []
+    for op, kind, args, value in nodes:
+        made.append(Node(op, kind, tuple([made[n] for n in args]), value))
+    return Expression(role, made[-1], size)
 
 
 def _square(root: Node, i: tuple[int, int], j: tuple[int, int]) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError
 from ..expressions.program import Program
 from ..expressions.tables import Table
@@ -82,8 +83,8 @@ def check_tables(tables: Iterable[Any], device: str) -> None:
         if table.tensor is not None and str(table.tensor.device) != device:
             raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
         if table.tensor is None and not table.is_own and not interpreting():
-            way = "Move it, or use sl.table()."
-            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. {way}")
+            way = f"Use {table.name}.to({device!r})." if is_tensor(table.watched) else "Move it, or use sl.table()."
+            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on the CPU. {way}")
 
 
 def _table_on(table: Any, device: str) -> torch.Tensor:

@@ -11,12 +11,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..arrays import torch_tensors
 from ..arrays.array import listed
 from ..arrays.dtypes import conversion
 from ..arrays.integers import is_one, whole
 from ..arrays.layouts import are_widened, check_beside
 from ..arrays.memory import Array
-from ..arrays.torch_tensors import is_followed, is_tensor, is_traced, read_address
+from ..arrays.torch_tensors import is_followed, is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
@@ -122,7 +123,7 @@ def state_of(x: Any) -> Any:
     a hash of the numbers of others.
     """
     if is_tensor(x):
-        return None if x.is_inference() else x._version, read_address(x)
+        return None if x.is_inference() else x._version, torch_tensors.read_address(x)
     return hashlib.sha256(np.ascontiguousarray(_once(x)).view(np.uint8).data).digest()
 
 

@@ -159,8 +159,9 @@ def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) 
     """Returns what is equal for options that mean the same to the bit; None for a type that may change or is odd.
 
     Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores that are
-    expressions are known by what they compute, and by where it lies what they look up. A seed is none of it: it is a word of every
-    call, and another one would come with each. `form`: of masks and scores, where arrays may be part of a key: form_of.
+    expressions are known by what they compute, and by where the arrays lie that they look up. A seed is none of it: it
+    is a word of every call, and another one would come with each. `form`: of masks and scores, where arrays may be part
+    of a key: form_of.
     """
     (
         mask, score, sinks, scale, dropout, seed, causal, window, q_start, layout, cu_q, q_lens, k_start, cu_k,

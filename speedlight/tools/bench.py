@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from ..errors import ArgumentError
 from .measuring import about, measure_plan
 from .options import Json, ProblemOptions, Unit, on_unit, takes_listed
 from .peers import BACKWARD, LIBRARIES, PEERS, TITLES
-from .reports import check_output, plan_rows, print_report, progress, write_text
+from .reports import MOST_OF_OTHERS, busy_rows, check_output, is_busy, plan_rows, print_report, progress, write_text
 
 _MOST_BYTES = 4 << 30  # of arrays
 _SPREAD = 0.2  # of the middle half of our times over their median: more is another program's doing
@@ -42,7 +41,6 @@ def bench(
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
     check_output(output, ".json")
     missing = {x: f"not installed ({LIBRARIES.get(x, x)})" for x in names if find_spec(LIBRARIES.get(x, x)) is None}
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # of the minute before
     with on_unit(isa), progress("measuring", None):
         plan = problem.plan(exact=True)
         p, (_, name) = plan.problem, plan_rows(plan)[0]
@@ -51,7 +49,7 @@ def bench(
         if plan.bytes_read + plan.bytes_written > _MOST_BYTES:
             raise ArgumentError(f"--q-len: expected a problem of at most {_MOST_BYTES >> 30} GiB; got {name}.")
         row: dict[str, Any] = {"name": name + ", from a cache" * problem.decode, "dtype": p.dtype, "causal": p.causal}
-        row |= {"head_dim": p.head_dim, "backward": plan.backward, "load": load}
+        row |= {"head_dim": p.head_dim, "backward": plan.backward}
         usable = [x for x in names if x not in missing]
         row |= measure_plan(plan, problem.options(), turns, usable, decode=problem.decode)
         report = about() | {"backward": plan.backward, "missing": missing, "rows": [row]}
@@ -83,21 +81,16 @@ def _rows(row: dict[str, Any], missing: dict[str, str]) -> list[tuple[str, str]]
         rows.append((name, f"{middle * 1e3:.3g} ms ({quartiles}), {ratio}"))
     others = missing | row["notes"]
     rows += [(", ".join(x for x in others if others[x] == why), why) for why in dict.fromkeys(others.values())]
-    if why := _disturbances(row):
-        rows.append(("busy", f"{why}: repeat this while little else runs"))
-    return [*rows, ("verdict", _verdict(row))]
-
-
-def _disturbances(row: dict[str, Any]) -> str:
-    """Says what makes a measurement doubtful; nothing, if nothing does."""
     _, low, middle, high, _ = row["seconds"]["speedlight"]
-    spread, cores = (high - low) / middle, os.cpu_count() or 1
-    found = [f"load average {row['load']:.1f} on {cores} cores before it began"] * (row["load"] > cores / 4)
-    return ", ".join(found + [f"our times spread over {spread:.0%}"] * (spread > _SPREAD))
+    spread = (high - low) / middle
+    more = [f"our times spread over {spread:.0%}"] * (spread > _SPREAD)
+    return [*rows, *busy_rows(row["others"], *more), ("verdict", _verdict(row))]
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    """Returns the outcome in a sentence."""
+    """Returns the outcome in a sentence; none where others took too much of the machine."""
+    if is_busy(row["others"]):
+        return f"none: other programs took more than {MOST_OF_OTHERS:.0%} of the CPUs"
     share = f"{row['share_of_roof']:.0%} of what this machine can do"
     if row["share_of_roof"] > 1:
         share = "faster than this machine's memory is read: its caches hold the problem"

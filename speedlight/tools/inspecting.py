@@ -14,11 +14,12 @@ import speedlight as sl
 from .. import engines as engine
 from ..errors import ArgumentError
 from ..host import machine
+from ..host.others import Others
 from ..problem.operands import Strides
 from ..problem.plan import Roofs, size_text
 from . import options as opt
 from .options import on_unit
-from .reports import check_output, print_json, print_report, print_rows, progress, write_text
+from .reports import busy_rows, check_output, print_json, print_report, print_rows, progress, write_text
 
 
 def info(
@@ -35,11 +36,12 @@ def info(
 
     with on_unit(isa):
         unit, threads = machine.current_isa(), sl.get_threads()
-    tuning, known = tuning_of(unit), _roofs(unit, threads, again=measure)
+    tuning = tuning_of(unit)
+    known, taken = _roofs(unit, threads, again=measure)
     products = bf16_report(unit) if measure else {}
     cached = compile.cached_kernels()
     removed = compile.clear_kernels() if clear else None  # what measuring has compiled, too
-    peaks, read = {x: r.flops for x, r in known.items()}, max(r.bytes for r in known.values())
+    peaks, read = {x: r.flops for x, r in known.items()}, known["float32"].bytes
     directory = kept_files.cache_directory()
     report = {
         "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(),
@@ -48,7 +50,7 @@ def info(
         "schedule": tuning.origin._asdict(),
         "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
-        "measured": {x: r.date for x, r in known.items()},
+        "measured": {x: r.date for x, r in known.items()}, "others": taken,
         "kernels": {"directory": str(directory) if directory else None, "count": len(cached),
                     "bytes": sum(cached.values())},
         "loaded": {"count": len(compile.loaded_kernels()), "most": compile.MOST_LOADED},
@@ -71,6 +73,7 @@ def info(
         ("threads", f"{threads}, {workers.runtime()}"),
         ("peak", f"{rates}, {threads} threads, measured {known['float32'].date} (--measure: again)"),
         ("plain read", f"{read / 1e9:,.1f} GB/s"),
+        *busy_rows(taken),
         *bf16_rows(products),
         ("kernels", where),
         ("loaded", f"{report['loaded']['count']} in this process; {compile.MOST_LOADED} at most in any"),
@@ -97,19 +100,23 @@ def bf16_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
-    """Returns roofs of each dtype that has a peak of its own: those that were kept, or measured again."""
+def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> tuple[dict[str, Roofs], float | None]:
+    """Returns roofs of each dtype that has a peak of its own: those that were kept, or measured again; and which share
+    of the CPUs others took while they were measured, if they were.
+    """
     from ..cpu.runtime import roof
 
     kinds = {"float32": "f32", "float64": "f64"}
     if roof.kind_of_peak(unit, "bf16") == "bf16":
         kinds["bfloat16"] = "bf16"
-    known = {}
+    is_kept = not again and all([roof.kept_rate(unit, x, threads) for x in (*kinds.values(), roof.READING)])
+    others = Others()
     with progress("measuring", len(kinds)) as advance:
-        for name, storage in kinds.items():
-            known[name] = (roof.measure if again else roof.roofs)(unit, storage, threads)
+        for storage in kinds.values():
+            (roof.measure if again else roof.roofs)(unit, storage, threads)
             advance()
-    return known
+    taken = None if is_kept else others.share()
+    return {name: roof.roofs(unit, storage, threads) for name, storage in kinds.items()}, taken
 
 
 @opt.takes_listed

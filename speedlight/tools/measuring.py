@@ -20,6 +20,7 @@ from ..arrays.dtypes import DTYPES
 from ..cpu.runtime import roof
 from ..cpu.runtime.tuned import tuning_of
 from ..host import machine
+from ..host.others import Others
 from ..host.tunings import FAMILIES
 from ..problem import problem
 from .peers import PEERS, Asked, Call, usable
@@ -191,7 +192,9 @@ def measure_plan(
     others, notes = usable(peers, Asked.of(p, arrays), lambda got: find_wrong(got, slack=PEER_SLACK))
     isa, threads = machine.current_isa(), sl.get_threads()
     kind = roof.kind_of_peak(isa, DTYPES[p.dtype][0])
+    programs = Others()
     times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))
+    taken = programs.share()
     peak, flops = statistics.median(times.pop("peak")), plan.flops or 0
     seconds, read = statistics.median(times["speedlight"]), _read_bandwidth(isa, threads)
     moved, speed = plan.bytes_read + plan.bytes_written, flops / seconds
@@ -199,7 +202,7 @@ def measure_plan(
         "kernel": plan.kernel, "flops": flops, "bytes_moved": moved, "gflops": speed / 1e9, "peak": peak / 1e9,
         "share_of_peak": speed / peak, "share_of_roof": max(speed / peak, moved / seconds / read),
         "read_bandwidth": read, "seconds": {x: quantiles(t) for x, t in times.items()},
-        "ratios": ratios(times), "notes": notes,
+        "ratios": ratios(times), "notes": notes, "others": taken,
     }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from ..errors import ArgumentError, FileError
 from ..problem.plan import Plan
 from ..problem.rank_plan import Spread
 
+MOST_OF_OTHERS = 0.1  # of the CPUs, while something is measured: beyond it there is no verdict
 _VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
 
 
@@ -71,6 +72,18 @@ def write_text(output: Path, text: str) -> None:
         output.write_text(text)
     except OSError as error:
         raise FileError(f"--output: {output}: {error.strerror or error}.") from error
+
+
+def is_busy(others: float | None) -> bool:
+    """Returns whether other programs took so much of the CPUs that a measurement says little."""
+    return others is not None and others > MOST_OF_OTHERS
+
+
+def busy_rows(others: float | None, *more: str) -> list[tuple[str, str]]:
+    """Returns a line that warns, if other programs took much of the CPUs, or for more reasons."""
+    why = [f"other programs took {others:.0%} of the CPUs"] if others is not None and is_busy(others) else []
+    why += more
+    return [("busy", f"{', '.join(why)}: repeat this while little else runs")] if why else []
 
 
 @contextlib.contextmanager

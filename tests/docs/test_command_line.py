@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 from conftest import ROOT
 
+from speedlight.host.others import Others
 from speedlight.tools import cli
 from speedlight.tools.options import ProblemOptions
 
@@ -27,6 +28,7 @@ def here(tmp_path, monkeypatch, capsys):
     (tmp_path / "masks.py").write_text("def packed(b, h, i, j): return i // 100 == j // 100\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(Others, "share", lambda self: 0.0)  # other tests that run meanwhile
 
     def run(line: str) -> str:
         monkeypatch.setattr(sys, "argv", ["speedlight", *shlex.split(line)])

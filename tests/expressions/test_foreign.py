@@ -255,31 +255,38 @@ def test_captured_bfloat16_is_read_where_it_lies(bias):
 MOVES = {
     "set_": lambda x: x.set_(torch.zeros(4, dtype=x.dtype)),
     "data": lambda x: setattr(x, "data", torch.zeros(4, dtype=x.dtype)),
-    "smaller": lambda x: x.resize_(2),
-    "shape": lambda x: x.unsqueeze_(0),
-    "strides": lambda x: x.as_strided_((4,), (0,)),
+    "strides": lambda x: x.as_strided_((4,), (0,)).zero_(),
 }
+OTHERS = {"smaller": lambda x: x.resize_(2), "shape": lambda x: x.unsqueeze_(0)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("move", MOVES)
-def test_a_captured_tensor_that_lies_elsewhere_by_now_is_named(move, dtype):
+@pytest.mark.parametrize("move", [*MOVES, *OTHERS])
+def test_a_captured_tensor_is_found_where_it_lies_by_now(move, dtype):
     """Its former numbers would be read, or those of bfloat16 from memory that is no more."""
-    q, bias = np.ones((1, 1, 4, 8), np.float32), torch.ones(4, dtype=dtype)
+    q, bias = np.ones((1, 1, 4, 8), np.float32), torch.tensor([0, 0, 0, 100], dtype=dtype)
+    v = q * np.arange(4, dtype=np.float32)[:, None]
     score = sl.expression(lambda s, b, h, i, j: s + bias[j])
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=8, capacity=4)
-    for n in (0, 1):
-        cache.attend(0, *[q[:, :, n : n + 1]] * 3, score=score)
-    sl.attention(q, q, q, score=score)
-    MOVES[move](bias)
-    for call in (sl.attention, sl.reference.attention, lambda *x, **o: cache.attend(0, *(y[:, :, :1] for y in x), **o)):
-        with pytest.raises(
-            sl.ArgumentError, match="^bias: expected the tensor's memory, shape and strides as they were"
-        ):
-            call(q, q, q, score=score)
+    cache.append(0, q[:, :, :2], v[:, :, :2])
+    last = slice(3, 4)
+
+    def step(*_, **options):
+        out = cache.attend(0, q[:, :, last], q[:, :, 2:], v[:, :, 2:], q_lengths=[1], **options)
+        cache.truncate(2)
+        return out
+
+    calls = (sl.attention, sl.reference.attention, step)
+    for call in calls * 2:
+        assert call(q, q, v, score=score)[0, 0, -1, 0] == 3.0
+    (MOVES | OTHERS)[move](bias)
+    for call in calls:
+        if move in MOVES:
+            assert abs(call(q, q, v, score=score)[0, 0, -1, 0] - 1.5) < 1e-6
+        else:
+            with pytest.raises(sl.ArgumentError, match=r"^bias: expected the shape \(4,\) and the dtype float32"):
+                call(q, q, v, score=score)
     assert cache.length(0) == 2
-    if bias.shape == (4,):
-        sl.attention(q, q, q, score=lambda s, b, h, i, j: s + bias[j])  # traced anew
 
 
 class Model:

@@ -381,7 +381,7 @@ def test_a_plan_measures_when_it_is_asked_for_roofs(tmp_path, monkeypatch):
     plan = sl.plan(q_heads=2, q_len=64, head_dim=32)
     assert plan == sl.plan(q_heads=2, q_len=64, head_dim=32) and not measured
     assert "(1 GFLOP/s and 5.0 GB/s, 2" in str(plan) and plan.seconds_at_least == plan.flops / 1e9
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*_f32_*")
     whole = file.read_text()
     assert peak() == 1e9
     file.write_text(whole[:-5])
@@ -390,9 +390,34 @@ def test_a_plan_measures_when_it_is_asked_for_roofs(tmp_path, monkeypatch):
     assert peak() == 3e9 and measured == [1, 2, 3]
     for wrong in ("-1.0", "0.0", "NaN", "Infinity", "1e400", f"1{'0' * 400}", '"1e12"', "true", "[" * 100_000):
         file.write_text(whole.replace("1000000000.0", wrong))
-        assert roof.kept_roofs(current_isa(), "f32", sl.get_threads()) is None, wrong
+        assert roof.kept_rate(current_isa(), "f32", sl.get_threads()) is None, wrong
     file.write_text(whole.replace("1000000000.0", "9000000000.0"))
     assert roof.measure(current_isa(), "f32", sl.get_threads())[:2] == (9e9, 5e9) and peak() == 9e9  # the best
+
+
+def test_one_figure_of_a_plain_read_is_kept(tmp_path, monkeypatch):
+    """Plans of every dtype and `speedlight info` have it, whatever was measured first."""
+    from speedlight.cpu.runtime import roof
+    from speedlight.tools import inspecting
+
+    rates = iter([5e9, 7e9, 6e9, 8e9, 3e9])
+    monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(roof, "_known", {})
+    monkeypatch.setattr(roof, "peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(roof, "bandwidth", lambda *_: next(rates))
+
+    def figures() -> set[float]:
+        plans = [sl.plan(q_heads=2, q_len=64, head_dim=32, dtype=x) for x in ("float32", "float64", "bfloat16")]
+        known, _ = inspecting._roofs(current_isa(), sl.get_threads(), again=False)
+        return {x.bandwidth for x in plans} | {x.bytes for x in known.values()}
+
+    assert figures() == {5e9}
+    roof.measure(current_isa(), "f64", sl.get_threads())
+    assert figures() == {7e9}
+    roof._known.clear()  # as another process
+    assert figures() == {7e9}
+    roof.measure(current_isa(), "f32", sl.get_threads())
+    assert figures() == {7e9}  # the best
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +18,20 @@ from test_cli import here  # noqa: F401
 
 import speedlight as sl
 from speedlight import reference
+from speedlight.host import others
+from speedlight.host.others import Others
 from speedlight.problem.options import AllOptions
 from speedlight.tools import bench, measuring, peers
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
+SHARE = Others.share  # as it is: tests of commands have none
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Other tests that run meanwhile would take the verdict."""
+    monkeypatch.setattr(Others, "share", lambda self: 0.0)
+
 
 PROBLEMS = {
     "causal": "--causal",
@@ -81,7 +97,8 @@ def test_a_peer_that_is_wrong_is_left_out(here, monkeypatch):  # noqa: F811
 
 
 ROW = {
-    "load": 0.0, "share_of_roof": 0.84, "seconds": {"speedlight": [1.0, 1.0, 1.0, 1.05, 1.1]},
+    "name": "causal", "gflops": 9.0, "others": 0.0, "share_of_roof": 0.84,
+    "seconds": {"speedlight": [1.0, 1.0, 1.0, 1.05, 1.1]},
     "ratios": {"torch": [1.0, 1.2, 1.31, 1.4, 1.5]}, "notes": {},
 }  # fmt: skip
 
@@ -105,13 +122,65 @@ def test_the_verdict_is_a_sentence(changed, verdict):
     assert bench._verdict(ROW | changed) == verdict
 
 
-def test_a_busy_machine_is_told(monkeypatch):
-    monkeypatch.setattr(bench.os, "cpu_count", lambda: 4)
-    assert bench._disturbances(ROW) == ""
-    assert bench._disturbances(ROW | {"load": 1.5}) == "load average 1.5 on 4 cores before it began"
-    spread = ROW | {"seconds": {"speedlight": [1.0, 1.0, 1.1, 1.4, 2.0]}}
-    assert bench._disturbances(spread) == "our times spread over 36%"
-    assert bench._disturbances(spread | {"load": 2.0}).count(", ") == 1
+def test_a_busy_machine_is_told_and_has_no_verdict():
+    def said(**changed):
+        rows = dict(bench._rows(ROW | changed, {}))
+        return rows.get("busy"), rows["verdict"]
+
+    spread = {"seconds": {"speedlight": [1.0, 1.0, 1.1, 1.4, 2.0]}}
+    verdict, advice = bench._verdict(ROW), ": repeat this while little else runs"
+    none = "none: other programs took more than 10% of the CPUs"
+    assert said() == said(others=0.1) == said(others=None) == (None, verdict)
+    assert said(**spread) == (f"our times spread over 36%{advice}", verdict)
+    assert said(others=0.34) == (f"other programs took 34% of the CPUs{advice}", none)
+    assert said(others=0.34, **spread) == (
+        f"other programs took 34% of the CPUs, our times spread over 36%{advice}", none,
+    )  # fmt: skip
+
+
+STAT = "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 {busy} 0 {busy} {idle} 5 0 0 {busy} 7 7\ncpu99999 9 9 9 9 9 9 9 9 9 9\nintr 1\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux alone says how long CPUs were busy")
+@pytest.mark.parametrize(
+    ("busy", "idle", "own", "share"),
+    [
+        (64, 320, 2.0, 0.125),  # 3 seconds of 8, of which 2 were ours
+        (64, 320, 4.0, 0.0),  # clocks differ by a little
+        (0, 512, 0.0, 0.0),
+        (192, 0, 0.0, 1.0),
+        (0, 0, 1.0, None),  # a sandbox that counts nothing
+    ],
+)
+def test_what_others_took_is_what_was_busy_and_not_ours(busy, idle, own, share, monkeypatch, tmp_path):
+    """Of the CPUs that this process may use, whatever the load average was before."""
+    stat, now = tmp_path / "stat", [0.0, 0.0]
+    fake = SimpleNamespace(
+        sched_getaffinity=lambda _: {0}, sysconf=lambda _: 64, times=lambda: (now[0] / 2, now[0] / 2, 0.0, 0.0, 9.0)
+    )
+    monkeypatch.setattr(others, "os", fake)
+    monkeypatch.setattr(others, "open", lambda _: stat.open(), raising=False)
+    monkeypatch.setattr(others, "time", SimpleNamespace(perf_counter=lambda: now[1]))
+    stat.write_text(STAT.format(busy=1000, idle=2000))
+    meter = Others()
+    now[:] = own, 8.0
+    stat.write_text(STAT.format(busy=1000 + busy, idle=2000 + idle))
+    assert SHARE(meter) == share
+    stat.unlink()
+    assert SHARE(meter) is None and SHARE(Others()) is None
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux alone says how long CPUs were busy")
+def test_another_process_counts():
+    code = (
+        "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass\nprint('done', flush=True)"
+    )
+    meter, start = Others(), time.perf_counter()
+    with subprocess.Popen([sys.executable, "-c", code + "\ninput()"], stdin=-1, stdout=-1, text=True) as child:
+        child.stdout.readline()  # it lives on: those that have ended are ours
+        share, seconds = SHARE(meter), time.perf_counter() - start
+        child.stdin.write("\n")
+    assert share is None or share > 0.2 / seconds / len(os.sched_getaffinity(0))
 
 
 def test_rows_are_written(here, tmp_path):  # noqa: F811

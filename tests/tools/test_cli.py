@@ -16,6 +16,7 @@ from speedlight.arrays.files import read_arrays, write_arrays
 from speedlight.cpu.runtime import roof
 from speedlight.errors import FileError
 from speedlight.host.machine import current_isa, host_isas, isa_named
+from speedlight.host.others import Others
 from speedlight.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
@@ -188,11 +189,20 @@ def test_info_and_clear(here, tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "kernels").iterdir() if not p.name.startswith("roofs_")] == ["mine.txt"]
     monkeypatch.setattr(roof, "bf16_peaks", lambda: {x.name: float(2 + (x is unit)) * 1e9 for x in host_isas()})
     unit = current_isa()
-    assert json.loads(here("info", "--measure", "--json").stdout)["recommended_isa"] is None
+    monkeypatch.setattr(Others, "share", lambda self: 0.34)
+    report = json.loads(here("info", "--measure", "--json").stdout)
+    assert report["recommended_isa"] is None and report["others"] == 0.34
     unit = isa_named("avx2")
-    assert current_isa() is unit or "SPEEDLIGHT_ISA=avx2 is faster here" in here("info", "--measure").stdout
-    done = here("info")
-    assert done.returncode == 0 and "vector unit" in done.stdout and "GB/s" in done.stdout
+    said = here("info", "--measure").stdout
+    assert current_isa() is unit or "SPEEDLIGHT_ISA=avx2 is faster here" in said
+    assert "other programs took 34% of the CPUs: repeat this while little else runs" in said
+    done = here("info")  # which measures nothing
+    assert (
+        done.returncode == 0
+        and "other programs" not in done.stdout
+        and "vector unit" in done.stdout
+        and "GB/s" in done.stdout
+    )
 
 
 @pytest.mark.parametrize("unit", ["avx512bf16", "avx2", "neon"] if FULL else ["neon"])

@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -127,25 +128,40 @@ def bandwidth(isa: Isa, threads: int, size: int = _READ) -> float:
     return size / best
 
 
-_known: dict[tuple[Isa, str, int], Roofs] = {}  # the machine does not change while a process runs
+class Rate(NamedTuple):
+    """A rate that was measured, per second."""
+
+    rate: float
+    date: str
+
+
+READING = "read"  # in place of a storage type: the plain read, which is one for all of them
+_known: dict[tuple[Isa, str, int], Rate] = {}  # the machine does not change while a process runs
 
 
 def roofs(isa: Isa, storage: str, threads: int) -> Roofs:
     """As this machine's were kept; measured, and kept, where they were not."""
-    key = isa, storage, threads
-    if key not in _known:
-        _known[key] = kept_roofs(*key) or measure(*key)
-    return _known[key]
+    for what in (storage, READING):
+        key = isa, what, threads
+        if key not in _known:
+            _known[key] = kept_rate(*key) or _measured(*key)
+    flops, read = _known[isa, storage, threads], _known[isa, READING, threads]
+    return Roofs(flops.rate, read.rate, min(flops.date, read.date))
 
 
 def measure(isa: Isa, storage: str, threads: int) -> Roofs:
     """Measured now. Others may keep the machine busy meanwhile, so the best that it ever reached is kept."""
-    best = kept_roofs(isa, storage, threads)
-    found = Roofs(peak_flops(isa, storage, threads), bandwidth(isa, threads), datetime.date.today().isoformat())
-    if best:
-        found = Roofs(max(found.flops, best.flops), max(found.bytes, best.bytes), found.date)
-    _known[isa, storage, threads] = found
-    if path := _path(isa, storage, threads):
+    for what in (storage, READING):
+        _known[isa, what, threads] = _measured(isa, what, threads)
+    return roofs(isa, storage, threads)
+
+
+def _measured(isa: Isa, what: str, threads: int) -> Rate:
+    """Measures a rate, and keeps the best that was seen."""
+    rate = bandwidth(isa, threads) if what == READING else peak_flops(isa, what, threads)
+    best = kept_rate(isa, what, threads)
+    found = Rate(max(rate, best.rate) if best else rate, datetime.date.today().isoformat())
+    if path := _path(isa, what, threads):
         keep(path, json.dumps(found._asdict() | {"machine": cpu_identity()}).encode())
     return found
 
@@ -163,22 +179,23 @@ def faster_unit(unit: Isa, peaks: dict[str, float]) -> str | None:
     return best if peaks[best] > 1.2 * peaks.get(unit.name, 0.0) else None
 
 
-def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:
-    """Those that were kept on this machine, if any were and the file is whole."""
-    path = _path(isa, storage, threads)
+def kept_rate(isa: Isa, what: str, threads: int) -> Rate | None:
+    """Returns the rate that was kept on this machine, of a storage type's peak or of READING; None without a whole
+    file.
+    """
+    path = _path(isa, what, threads)
     data = read_kept(path) if path else None
     try:
         row = json.loads(data or b"")
-        rates = [row[name] for name in ("flops", "bytes")]
-        if row["machine"] != cpu_identity() or not all([type(x) is float and 1e6 < x < 1e18 for x in rates]):
+        if row["machine"] != cpu_identity() or not (type(row["rate"]) is float and 1e6 < row["rate"] < 1e18):
             return None
-        return Roofs(rates[0], rates[1], str(row["date"]))
+        return Rate(row["rate"], str(row["date"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _path(isa: Isa, storage: str, threads: int) -> Path | None:
+def _path(isa: Isa, what: str, threads: int) -> Path | None:
     """One file for each machine that shares the directory."""
     directory = cache_directory()
-    name = f"roofs_{isa.name}_{storage}_{threads}_{hashlib.sha256(cpu_identity().encode()).hexdigest()[:12]}.json"
+    name = f"roofs_{isa.name}_{what}_{threads}_{hashlib.sha256(cpu_identity().encode()).hexdigest()[:12]}.json"
     return directory and directory / name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -122,22 +120,6 @@ def test_views_get_their_gradients():
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     want = speedlight.torch.attention(q, k, v, causal=True).sin().sum()
     close(got, torch.autograd.grad(want, fused)[0])
-
-
-def test_a_table_that_is_out_of_date():
-    q, k, v = tensors(grad=False)
-    slopes = torch.rand(4, requires_grad=True)
-    score = sl.alibi(slopes)
-    with torch.no_grad():
-        slopes += 1
-    with pytest.raises(sl.ArgumentError, match="^slopes: expected a table of the numbers that its tensor has now"):
-        speedlight.torch.attention(q, k, v, score=score)
-    large = torch.rand(4, 4097, requires_grad=True)  # too many numbers to compare
-    score = sl.expression(lambda s, b, h, i, j, of=sl.table(large, "large"): s + of[h, j])
-    with torch.no_grad():
-        large += 1
-    with pytest.raises(sl.ArgumentError, match="^large: expected a table of the numbers that its tensor has now"):
-        speedlight.torch.attention(q, k, v, score=score)
 
 
 def test_one_tensor_behind_two_tables():
@@ -321,7 +303,7 @@ def test_what_a_call_reads_must_stay_until_its_backward():
         ({"mask": lambda b, h, i, j: (w[j] > -9) | (i == j)}, w),
     ):
         out = speedlight.torch.attention(q, q, q, **options)
-        written.fill_(1)
+        written.copy_(~written if written is mask else written + 1)
         with pytest.raises(sl.ArgumentError, match="written to since"):
             out.sum().backward()
     lengths = torch.tensor([3])
@@ -329,18 +311,6 @@ def test_what_a_call_reads_must_stay_until_its_backward():
     (first,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
     lengths.fill_(1)
     assert torch.equal(first, torch.autograd.grad(out.sum(), q)[0])
-
-
-def test_a_pattern_of_other_numbers_is_refused():
-    """Fused optimizers write without telling anybody; copies of a pattern are as good as it is."""
-    slopes, q = torch.nn.Parameter(torch.tensor([0.1, 0.2])), torch.randn(1, 2, 4, 8)
-    pattern = sl.alibi(slopes)
-    copied = speedlight.torch.attention(q, q, q, score=copy.deepcopy(pattern))
-    assert torch.equal(copied, speedlight.torch.attention(q, q, q, score=pattern))
-    slopes.data += 1
-    for mode in (torch.enable_grad, torch.no_grad):
-        with mode(), pytest.raises(sl.ArgumentError, match="numbers that its tensor has now"):
-            speedlight.torch.attention(q, q, q, score=pattern)
 
 
 def frozen_patterns(p):
