@@ -174,8 +174,8 @@ def _trace(x: Any, owner: Any, role: str) -> Any:
     for table in traced.tables:
         if table.given is not None or table.watched is not None:
             raise UnsupportedError(
-                f"{table.name}: expected a function that looks up sl.table(…), which holds a copy; got one that looks "
-                "up a tensor or an array, of which no graph sees later numbers and gradients. Make "
+                f"{table.name}: expected a function that looks up sl.table(…) of a NumPy array, which holds a copy; "
+                "got one that looks up a tensor or an array, of which no graph sees later numbers and gradients. Make "
                 "sl.expression(function) outside of what is compiled, which looks tensors up where they lie, and pass "
                 "that."
             )

@@ -160,7 +160,7 @@ class Table:
         if bound.place is not None and _place(x) != bound.place:
             bound = self._move(bound)
         if bound.is_widened:
-            bound.array[...] = _entries(x, self.name).reshape(bound.array.shape)
+            _widen(x, bound.array)
         return bound
 
     def _move(self, old: _Bound) -> _Bound:
@@ -451,6 +451,15 @@ def plainly() -> Iterator[None]:
 
     with temporarily_clear_interpreter_stack():
         yield
+
+
+def _widen(x: Any, into: np.ndarray) -> None:
+    """Stores the numbers of a bfloat16 array or tensor as float32, in the shape that `into` has."""
+    if not is_tensor(x):
+        into[...] = x.reshape(into.shape)
+        return
+    with plainly():
+        sys.modules["torch"].from_numpy(into).copy_(x.detach().reshape(into.shape))
 
 
 def _entries(x: Any, name: str) -> np.ndarray:

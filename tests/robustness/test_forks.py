@@ -176,3 +176,53 @@ def test_a_fork_waits_for_what_is_being_imported():
         "    thread.join(); found.clear(); print(os.waitpid(pid, 0)[1])\n"
     )
     assert run(code).split() == ["0"] * 5
+
+
+WARMED = """
+import os, signal, sys, torch, warnings
+warnings.simplefilter("ignore")
+sl.set_threads(2)
+x = q.reshape(-1)
+def tensors(): return [torch.from_numpy(q.copy()) for _ in range(3)]
+def gradients():
+    given = [y.requires_grad_() for y in tensors()]
+    torch.autograd.grad(sl.attention(*given, causal=True), given, torch.from_numpy(q.copy()))
+def backward():
+    out, lse = sl.attention(q, q, q, return_lse=True)
+    sl.attention_backward(q, q, q, out, lse, q)
+def cache(new=lambda: (q,) * 3):
+    kept, (a, b, c) = sl.KVCache(layers=1, kv_heads=4, head_dim=64, capacity=1024), new()
+    kept.append(0, b, c)
+    kept.attend(0, a)
+def sums():
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        torch.from_numpy(x).sum()  # on a team of this thread
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+def turns():
+    for _ in range(3): torch.from_numpy(x).sum(); sl.attention(q, q, q)
+warmings = {
+    "nothing": lambda: None,
+    "attention": lambda: sl.attention(q, q, q),
+    "gradients": backward,
+    "cache": cache,
+    "plan": lambda: sl.plan(q_heads=1, q_len=8, head_dim=8).measured(),
+    "threads": lambda: (sl.set_threads(3), sl.attention(q, q, q)),
+    "tensors": lambda: [sl.attention(*tensors()) for _ in range(3)],
+    "a cache of tensors": lambda: cache(tensors),
+    "gradients of tensors": gradients,
+    "PyTorch and attention": turns,
+}
+for name, warm in warmings.items():
+    warm()
+    if sums(): sys.exit(name)  # the next would wait, too
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_pytorch_computes_in_a_child_after_a_warm_up():
+    """A child of GNU OpenMP's would wait for ever for the team of its parent's thread."""
+    pytest.importorskip("torch")
+    run(BIG + WARMED)

@@ -161,11 +161,11 @@ def test_openmp_while_its_team_is_awake(rng, monkeypatch):
     want = sl.attention(q, q, q).tobytes()
     used, openmp = workers._ours, workers._openmp(True)
     assert used is not None and openmp is not None
-    team = used.clock_of_team(openmp, 2)
+    team = used.clock_of_team(openmp.parallel, 2)
     caller = time.pthread_getcpuclockid(threading.get_ident())
     assert team not in (0, caller) and time.clock_gettime(team) >= 0
     for clock, is_ours in ((caller, 0), (0, 1), (team, 1)):  # that of somebody awake, of nobody, of somebody asleep
-        monkeypatch.setattr(workers, "_clock_of_team", lambda *_, clock=clock: clock)
+        monkeypatch.setattr(workers, "_team_of", lambda *_, clock=clock: (openmp.parallel, clock))
         time.sleep(0.1 if clock == team else 0)
         before = used._word("state").value
         assert sl.attention(q, q, q).tobytes() == want
@@ -186,7 +186,7 @@ def test_a_team_that_is_bound_is_always_taken():
         own = time.pthread_getcpuclockid(threading.get_ident())
         for cpus in (os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}):
             os.sched_setaffinity(0, cpus)  # of this thread alone
-            found.append(Threads().clock_of_team(openmp, 2) == own)
+            found.append(Threads().clock_of_team(openmp.parallel, 2) == own)
 
     thread = threading.Thread(target=call)
     thread.start()

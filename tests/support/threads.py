@@ -49,7 +49,9 @@ def use(monkeypatch, way: str) -> None:
         import torch  # noqa: F401 - brings it
 
         own = time.pthread_getcpuclockid(threading.get_ident())  # the caller's: it runs, as that of an awake team does
-        monkeypatch.setattr(workers, "_clock_of_team", lambda *_: own)
+        openmp = workers._openmp(True)
+        assert openmp is not None
+        monkeypatch.setattr(workers, "_team_of", lambda *_: (openmp.parallel, own))
     else:
         monkeypatch.setattr(workers, "_openmp", lambda _: None)
 

@@ -20,7 +20,8 @@ import queue
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...arrays.integers import integer
 from ...errors import ArgumentError, pass_on, warn_once
@@ -104,9 +105,19 @@ def _threads_named(text: str) -> int:
     return int(text)
 
 
+class _OpenMP(NamedTuple):
+    """An OpenMP runtime: the address of its GOMP_parallel, and what ends the calling thread's team before a fork; None
+    if its teams survive forks.
+    """
+
+    parallel: int
+    pause: Callable[[int], int] | None
+
+
 @functools.cache
-def _openmp(_torch_loaded: bool) -> int | None:
-    """Returns the address of GOMP_parallel of an OpenMP runtime that something else has loaded; None without one.
+def _openmp(_torch_loaded: bool) -> _OpenMP | None:
+    """Returns an OpenMP runtime that something else has loaded; None without one. One whose teams neither survive a
+    fork nor can be ended before it is left alone.
 
     _torch_loaded: a key of the cache alone. PyTorch loads a runtime, so that one is looked for again.
     """
@@ -123,8 +134,10 @@ def _openmp(_torch_loaded: bool) -> int | None:
         if not name.startswith(("libgomp", "libomp", "libiomp")):
             continue
         with contextlib.suppress(OSError, AttributeError):
-            run = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
-            return ctypes.cast(run, ctypes.c_void_p).value
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            parallel = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+            survives_forks = hasattr(library, "__kmpc_fork_call")  # LLVM's and Intel's begin anew in a child
+            return _OpenMP(parallel, None if survives_forks else library.omp_pause_resource_all)
     return None
 
 
@@ -133,9 +146,9 @@ def runtime() -> str:
     return "openmp" if _usable_openmp() else "pool"
 
 
-def _usable_openmp() -> int:
-    """Returns the address that starts a region on an OpenMP runtime's threads; 0 where none may be used."""
-    return 0 if _forked else _openmp("torch" in sys.modules) or 0
+def _usable_openmp() -> _OpenMP | None:
+    """Returns the OpenMP runtime on whose threads regions may run; None where there is none."""
+    return None if _forked else _openmp("torch" in sys.modules)
 
 
 def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds: float, longest: float) -> None:
@@ -204,11 +217,10 @@ def region_words(threads: int) -> dict[str, int]:
     """Returns the addresses with which machine code runs a region on up to so many threads, of the calling thread; it
     must have run one before.
     """
-    openmp = _usable_openmp()
     ours = _ours or _new_threads()
     if ours is None:
         return {"threads": 1}
-    clock = _clock_of_team(ours, openmp, threads) if openmp else 0
+    openmp, clock = _team_of(ours, threads)
     return ours.addresses() | {"openmp": openmp, "clock": clock}
 
 
@@ -231,8 +243,7 @@ def _new_threads() -> Threads | None:
 
 def _run_on_threads(ours: Threads, kernel: Kernel, words: Any, threads: int) -> None:
     """Runs a region in one call into machine code, from the first store to the end: no signal comes between."""
-    openmp = _usable_openmp()
-    clock = _clock_of_team(ours, openmp, threads) if openmp else 0
+    openmp, clock = _team_of(ours, threads)
     error = ours.run(kernel.address, ctypes.addressof(words), threads - 1, openmp, clock)
     if error:
         _warn(os.strerror(error))
@@ -300,17 +311,39 @@ class _Helper:
 _calling = threading.local()  # .threads: of its OpenMP team, at most so far; .clock: of one of them, not its own
 
 
-def _clock_of_team(ours: Threads, openmp: int, threads: int) -> int:
-    """Returns the clock that tells whether the calling thread's OpenMP team is awake; 0: a region must not run on it.
+def _team_of(ours: Threads, threads: int) -> tuple[int, int]:
+    """Returns what starts a region on the calling thread's OpenMP team, and the clock that tells whether the team is
+    awake; a clock of 0: a region must not run on it.
 
     GNU OpenMP ends the process if it cannot start a thread, so a trial comes first.
     """
+    openmp = _usable_openmp()
+    if openmp is None:
+        return 0, 0
     if threads > getattr(_calling, "threads", 1):
         if not _try_threads(threads - 1):
-            return 0
-        _calling.clock = ours.clock_of_team(openmp, threads)
+            return openmp.parallel, 0
+        _calling.clock = ours.clock_of_team(openmp.parallel, threads)
         _calling.threads = threads
-    return _calling.clock
+    return openmp.parallel, _calling.clock
+
+
+def known_clock() -> int:
+    """Returns the clock of the calling thread's OpenMP team; 0 if no region has asked for one."""
+    return getattr(_calling, "clock", 0)
+
+
+def _before_fork() -> None:
+    """Ends the calling thread's OpenMP team, if a region of ours has looked at it: the child of a fork would wait for
+    its threads, which it lacks, in PyTorch's next operation. The parent's next operation starts another.
+    """
+    openmp = _usable_openmp()
+    if known_clock() and openmp is not None and openmp.pause is not None:
+        vars(_calling).clear()
+        openmp.pause(_HARD)
+
+
+_HARD = 2  # OpenMP's omp_pause_hard
 
 
 def _try_threads(count: int) -> bool:
@@ -359,4 +392,4 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
