@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arrays.dtypes import DTYPES
-from .errors import Error, UnsupportedError, has, not_installed, pass_on, rename, shown
+from .errors import Error, UnsupportedError, has, not_installed, pass_on, rename, shown, warn_once
 from .errors.advice import of_no_tensor, of_scale
 from .expressions.tables import table
 from .expressions.tracing import Expression, expression
@@ -59,6 +59,7 @@ __all__ = [
     "rows_in_use",
     "scale_of",
     "shown",
+    "warn_once",
 ]
 
 

@@ -121,8 +121,11 @@ class Error(Exception):
 
 
 def rename(error: Error, names: dict[str, str]) -> None:
-    """Gives arguments in a message the names that the caller knows them by."""
-    text = re.sub(rf"\b({'|'.join(names)})\b(?![-(]|=lambda)", lambda found: names[found[0]], str(error))
+    """Gives arguments, and methods such as "truncate()", in a message the names that the caller knows them by."""
+    arguments, methods = ([re.escape(x) for x in names if x.endswith("()") == ours] for ours in (False, True))
+    words = [rf"\b(?:{'|'.join(arguments)})\b(?![-(]|=lambda)"] if arguments else []
+    words += [rf"\b(?:{'|'.join(methods)})"] if methods else []
+    text = re.sub("|".join(words), lambda found: names[found[0]], str(error))
     error.args = (text, *error.args[1:])
 
 

@@ -415,7 +415,7 @@ class KVCache:
         indices = [check_index("batch_indices", i, self.batch) for i in given]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
-        new = KVCache(**self._sizes() | {"batch": len(indices)}, dtype=self.dtype, device=self._storage.name)
+        new = type(self)(**self._sizes() | {"batch": len(indices)}, dtype=self.dtype, device=self._storage.name)
         held = self._now()
         self._storage.copy_to(new._storage, indices, [list(map(self._ring.held, *pair)) for pair in held])
         lengths = [([n[i] for i in indices], [w[i] for i in indices]) for n, w in held]

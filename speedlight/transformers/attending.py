@@ -94,8 +94,11 @@ def attention_forward(
         keys = key.shape[2]
         if keys != attention_mask.k_len or query.shape[2] != attention_mask.q_len:
             _check_fits(attention_mask, query, key)
+        is_offset = more.get("cu_seq_lens_q") is not None
+        if attention_mask.q_len > 1 and not is_offset:
+            attention_mask.compare(more.get("position_ids"))
         # packed sequences have another layout
-        if cache is s_aux is position_bias is sinks is None and not dropout and more.get("cu_seq_lens_q") is None:
+        if cache is s_aux is position_bias is sinks is None and not dropout and not is_offset:
             if kept is not None:
                 out = kept[0].layer.attend_again(query, kept[0], attention_mask, scaling, softcap)
                 if out is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ import transformers.cache_utils as theirs
 from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, ArgumentTypeError, KVCache, UnsupportedError
+from ..adapting import Renamed
 from ..arrays.dtypes import CODES, code_cache
+from ..arrays.integers import integer
 from ..problem.checks import cache_dtype, checked_sizes, new_totals
 from ..problem.options import Dtype, DtypeName, public
 from .masks import MaskSpec
@@ -55,6 +57,24 @@ class Kept(torch.Tensor):
         return function(*tree_map(plain, args), **tree_map(plain, options or {}))
 
 
+_METHODS = Renamed({"truncate()": "crop()"})
+_BEAMS, _INDICES = Renamed({"batch_indices": "beam_idx"}), Renamed({"batch_indices": "indices"})
+
+
+class _Tokens(KVCache):
+    """A KVCache in a Layer, whose errors give advice that a Cache can follow."""
+
+    def synchronize(self) -> None:
+        with _METHODS:
+            super().synchronize()
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "Cache: expected no pickle of tokens that are held. Copy it here with copy.deepcopy(); elsewhere make a "
+            "Cache, and give the model the tokens once more."
+        )
+
+
 class Layer(theirs.CacheLayerMixin):
     """A layer of a Cache: a KVCache of its own.
 
@@ -64,8 +84,8 @@ class Layer(theirs.CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, capacity: int | None, window: int | None, dtype: DtypeName | None) -> None:
-        self.capacity, self.window = capacity, window
+    def __init__(self, capacity: int | None, window: int | None, dtype: DtypeName | None, number: int = 0) -> None:
+        self.number, self.capacity, self.window = number, capacity, window
         self.dtype: DtypeName | None = dtype
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
@@ -106,7 +126,7 @@ class Layer(theirs.CacheLayerMixin):
             raise UnsupportedError(f"key: expected float32, float64, float16 or bfloat16; got {key_states.dtype}.")
         batch, heads, _, head_dim = key_states.shape
         self.like = key_states.new_empty(0)
-        self.cache = KVCache(
+        self.cache = _Tokens(
             layers=1,
             batch=batch,
             kv_heads=heads,
@@ -138,7 +158,8 @@ class Layer(theirs.CacheLayerMixin):
         length = cache.lengths(0)[0]  # all sequences are as long
         total = length + new
         if total > cache.capacity:
-            new_totals(0, [length], [new], cache.capacity)
+            with _METHODS:
+                new_totals(self.number, [length], [new], cache.capacity)
         seen, value_dim = self._count_shown(length) + new, value_states.shape[-1]
         self.waiting = given = key_states, value_states
         return (
@@ -172,22 +193,35 @@ class Layer(theirs.CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove tokens, as transformers counts them."""
-        if tokens_to_remove > 0:
-            raise ArgumentError(f"tokens_to_remove: expected a number up to 0, -2 for two; got {tokens_to_remove}.")
+        count = integer("tokens_to_remove", tokens_to_remove)
+        if count > 0:
+            raise ArgumentError(f"tokens_to_remove: expected a number up to 0, -2 for two; got {count}.")
         self._append()
-        if self.cache is not None and tokens_to_remove:
-            self.cache.truncate(max(self.get_seq_length() + tokens_to_remove, 0))
+        if self.cache is None or not count:
+            return
+        try:
+            self.cache.truncate(max(self.get_seq_length() + count, 0))
+        except ArgumentError as error:  # of a window
+            raise ArgumentError(
+                f"tokens_to_remove: expected a number whose window is still there; got {count}, and a layer of "
+                f"{self.window} tokens has forgotten some of it. Remove fewer, or reset() the cache."
+            ) from error
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._select(beam_idx.tolist())
+        with _BEAMS:
+            self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        count = integer("repeats", repeats)
+        if count < 1:
+            raise ArgumentError(f"repeats: expected at least 1; got {count}.")
         if self.cache is not None:
-            self._select([item for item in range(self.cache.batch) for _ in range(repeats)])
+            self._select([item for item in range(self.cache.batch) for _ in range(count)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self._select(chosen.tolist())
+        with _INDICES:
+            self._select(chosen.tolist())
 
     def offload(self) -> None:
         raise UnsupportedError("offload: expected a Cache without offloading; its tokens stay where they are.")
@@ -355,7 +389,7 @@ class Cache(theirs.DynamicCache):
         room = _read_capacity(config) if capacity is None else capacity
         (room,) = checked_sizes({"capacity": room})
         kept = None if dtype is None else cache_dtype(dtype)
-        layers = [_make_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
+        layers = [_make_layer(n, *x, room, kept) for n, x in enumerate(zip(kinds, options, strict=True))]
         theirs.Cache.__init__(self, layers=layers)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **more: Any) -> Any:
@@ -389,12 +423,12 @@ def _is_causal(spec: MaskSpec, rows: int) -> bool:
     return spec.pattern.causal or (rows == 1 and spec.pattern.right is None)
 
 
-def _make_layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:
+def _make_layer(n: int, kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:
     match kind:
         case "full_attention" | "chunked_attention":
-            return Layer(capacity, None, dtype)
+            return Layer(capacity, None, dtype, n)
         case "sliding_attention":
-            return Layer(capacity, options["sliding_window"], dtype)
+            return Layer(capacity, options["sliding_window"], dtype, n)
         case "dummy":
             return theirs.DummyLayer()
     raise UnsupportedError(

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
 from .. import softcap as softcap_pattern
+from ..adapting import warn_once
 from ..torch.attending import Options
 
 _CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
@@ -68,8 +69,8 @@ class MaskSpec:
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "_dense", "_in_cache", "_make_dense", "_options", "_records", "batch", "k_len",
-        "kv_offset", "padded", "pattern", "q_len", "q_offset",
+        "__weakref__", "_cut", "_dense", "_in_cache", "_is_compared", "_make_dense", "_options", "_records", "batch",
+        "k_len", "kv_offset", "padded", "pattern", "q_len", "q_offset",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +90,7 @@ class MaskSpec:
         self._options: dict[str, Any] | None = None
         self._records: dict[Any, Options] = {}  # by a scale and its type, a softcap; of steps by a length, too
         self._cut: MaskSpec | None = None
+        self._is_compared = False  # with position_ids: every layer has the same
         self._in_cache: dict[int | None, Expression | None] = {}
 
     def __repr__(self) -> str:
@@ -145,6 +147,26 @@ class MaskSpec:
         """Tells if it matters which position a query has."""
         p = self.pattern
         return bool(p.causal or p.left is not None or p.right is not None or p.packed is not None or p.others)
+
+    def compare(self, positions: Any) -> None:
+        """Warns once where position_ids begin anew in a row, and the mask lets its documents see each other."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        p = self.pattern
+        if not p.causal or p.packed is not None or p.others or self.padded is not None:
+            return
+        if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[1] != self.q_len:
+            return
+        if positions.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing may wait for the device
+            return
+        if (positions[:, 1:] < positions[:, :-1]).any():
+            warn_once(
+                "packed position_ids",
+                "position_ids: they begin anew in a row, but its documents see each other, as with 'eager': "
+                "transformers tells documents apart only without attention_mask and without a cache. To keep them "
+                "apart, leave attention_mask out and give use_cache=False.",
+            )
 
     def options(self) -> dict[str, Any]:
         """Returns attention()'s options over keys of which the first is at kv_offset; of one mask, made once."""

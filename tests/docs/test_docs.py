@@ -177,6 +177,13 @@ def test_the_readme_says_first_what_a_stranger_asks_first():
     assert len(code_of(README)) == 6 and len(ALONE) >= 6
 
 
+def test_the_readme_says_right_after_the_clone_what_a_clone_can_do():
+    lines, makefile = README.partition("git clone ")[2].splitlines()[1:3], (PACKAGE.parent / "Makefile").read_text()
+    assert [x.partition("#")[0].strip() for x in lines] == ["make demo", "make test"]
+    assert "\ndemo: " in makefile and "\ntest: " in makefile and "build/demo.png" in makefile
+    assert README.count("make demo") == README.count("make test") == 1
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_advice_to_install_is_that_of_errors(page):
     """errors.how_to_install knows whether a package index has it."""

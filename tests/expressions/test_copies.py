@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -223,6 +224,22 @@ def test_a_module_and_its_average():
         assert not torch.equal(average(x), before) and not torch.equal(average(x), model(x))
         twins[0](x).sum().backward()
         assert twins[0].bias.grad.any()
+
+
+@pytest.mark.parametrize("look_up", [whole, part])
+def test_shared_memory(look_up):
+    """share_memory() moves what a parameter holds; a copy through torch.multiprocessing shares it."""
+    x = torch.randn(1, N, 16)
+    model = Biased(look_up)
+    before = model(x)
+    model.share_memory()
+    assert torch.equal(model(x), before)
+    other, apart = pickle.loads(ForkingPickler.dumps(model)), copy.deepcopy(model)
+    write(other.bias)
+    anew = Biased(look_up)
+    anew.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), anew(x)) and torch.equal(other(x), anew(x)) and not torch.equal(anew(x), before)
+    assert torch.equal(apart(x), before)
 
 
 def test_what_cannot_follow_is_refused():

@@ -10,6 +10,7 @@ from conftest import FULL
 from counting import SDPA, counted
 from test_torch_sdpa import assert_equal, drawn
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedlight.torch import patch, report, sdpa, unpatch
 
@@ -35,6 +36,20 @@ def test_multihead_attention(training):
     assert_equal(got.detach(), want)
     name = SDPA if training else FAST_PATH
     assert report() == ({name: 1}, {(WEIGHTS if training else FAST_PATH, "need_weights"): 1})
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_tensors_without_numbers_are_not_counted(kind):
+    """Models are built and traced with them; nothing attends, whatever asks for weights."""
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"), sdpa():
+        x = torch.randn(2, 8, 16)
+        for training in (True, False):
+            layer = nn.MultiheadAttention(16, 2, batch_first=True).train(training)
+            with torch.set_grad_enabled(training):
+                layer(x, x, x)
+                layer(query=x, key=x, value=x)
+        F.scaled_dot_product_attention(*[x.to("meta")] * 3)
+    assert report() == ({}, {})
 
 
 PAD = torch.tensor([[False] * 8, [False] * 5 + [True] * 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -111,6 +112,36 @@ def test_a_layer_answers_what_transformers_asks_of_its_own(llama, tokens):
         layer.offload()
     with pytest.raises(sl.UnsupportedError, match="key: expected float32, .* or bfloat16; got torch.complex64"):
         Cache(llama.config).layers[0].update(*(torch.zeros(2, KV_HEADS, 1, DIM, dtype=torch.complex64),) * 2)
+
+
+def test_errors_name_what_a_cache_has(llama, tokens):
+    """Not KVCache's methods and arguments; and the layer that is full."""
+    cache, ring = Cache(llama.config, capacity=16), Cache(sliding(4).config, capacity=500)
+    some = torch.zeros(2, KV_HEADS, 4, DIM)
+    for layer in range(2):
+        ring.update(*(torch.zeros(2, KV_HEADS, 400, DIM),) * 2, layer)
+        cache.update(*(torch.zeros(2, KV_HEADS, 13, DIM),) * 2, layer)
+    nobody = torch.zeros(0, dtype=torch.int64)
+    cases = {
+        r"^layer 1, sequence 0: 4 tokens need room, 3 of 16 are free. crop\(\) it, or": lambda: cache.update(
+            some, some, 1
+        ),
+        "^tokens_to_remove: expected a number up to 0": lambda: cache.crop(1),
+        "^tokens_to_remove: expected an int; got float": lambda: cache.crop(-1.5),
+        r"^tokens_to_remove: .* window is still there; got -390, .* of 4 tokens .* reset\(\)": lambda: ring.crop(-390),
+        "^beam_idx: expected 0 to 1; got 5": lambda: cache.reorder_cache(torch.tensor([0, 5])),
+        "^indices: expected at least one sequence": lambda: cache.batch_select_indices(nobody),
+        "^repeats: expected at least 1; got 0": lambda: cache.batch_repeat_interleave(0),
+        r"^Cache: expected no pickle .* copy.deepcopy\(\)": lambda: pickle.dumps(copy.deepcopy(cache)),
+        "^Cache: expected no pickle": lambda: pickle.dumps(cache.layers[0]),
+    }
+    for message, call in cases.items():
+        with pytest.raises(sl.Error, match=message) as refused:
+            call()
+        assert not [x for x in ("truncate", "KVCache", "batch_indices", "save") if x in str(refused.value)]
+    twin = copy.deepcopy(cache)
+    twin.batch_repeat_interleave(2)
+    assert twin.batch_size == 4 and type(twin.layers[1].cache) is type(cache.layers[1].cache)
 
 
 def test_what_a_cache_refuses(llama, tokens):

@@ -20,6 +20,7 @@ from tolerance import assert_within
 
 import speedlight as sl
 import speedlight.transformers
+from speedlight import errors
 
 with warnings.catch_warnings():  # of a first import, about libraries that are missing
     warnings.simplefilter("ignore")
@@ -54,6 +55,41 @@ def test_gradients_are_eagers_where_no_loss_comes_from_padding(llama, tokens):
             loss = model(tokens, attention_mask=LEFT.long(), labels=labels, use_cache=False).loss
             found.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(model.parameters()))]))
     assert (found[0] - found[1]).abs().max() > 1e-3 and (found[2] - found[3]).abs().max() < 1e-6
+
+
+BESIDE_PACKED = {
+    "ones": {"attention_mask": torch.ones(2, 13, dtype=torch.int64), "use_cache": False},
+    "ones in a cache": {"attention_mask": torch.ones(2, 13, dtype=torch.int64)},
+    "a cache": {"use_cache": True},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE_PACKED)
+def test_packed_rows_that_see_each_other_are_warned_of_once(llama, tokens, beside, monkeypatch):
+    """transformers' eager mixes documents there, and so do we; the way that the warning tells keeps them apart."""
+    monkeypatch.setattr(errors, "_warned", set())
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 7]] * 2)
+    first, second = (logits(llama, "sdpa", x) for x in tokens.split([5, 8], 1))
+    apart, options = torch.cat([first, second], 1), BESIDE_PACKED[beside]
+    mixed = logits(llama, "sdpa", tokens, position_ids=packed, **options)
+    assert (mixed - apart).abs().max() > 1e-3
+    with pytest.warns(RuntimeWarning, match="position_ids: they begin anew .* leave attention_mask out and") as said:
+        got = logits(llama, "speedlight", tokens, position_ids=packed, **options)
+    assert len(said) == 1
+    assert_equal(got, mixed)
+    assert_equal(logits(llama, "speedlight", tokens, position_ids=packed, **options), mixed)  # warnings are errors
+    assert_equal(logits(llama, "speedlight", tokens, position_ids=packed, use_cache=False), apart)
+
+
+@pytest.mark.parametrize("shown", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
+def test_rows_of_one_document_are_not_warned_of(llama, tokens, shown, monkeypatch):
+    """Not either where padding has positions of its own, or a model goes on from a cache."""
+    monkeypatch.setattr(errors, "_warned", set())
+    mask = torch.ones_like(tokens) if shown is None else shown.long()
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    logits(llama, "speedlight", tokens, attention_mask=mask, position_ids=places)
+    llama.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert not errors._warned
 
 
 def test_activation_checkpointing(llama, tokens):
