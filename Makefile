@@ -8,7 +8,7 @@ RUN := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
-.PHONY: release-check check-arm check-amx predict gpu-check gpu clean
+.PHONY: release-check check-arm check-amx predict gpu-check test-gpu-image gpu clean
 
 help:
 	@awk '/^# / {about = about substr($$0, 2); next} /^[a-z-]+:/ && about {printf "%-14s%s\n", $$1, about} {about = ""}' Makefile
@@ -154,6 +154,17 @@ GPU_TESTS := $(filter-out tests/gpu/test_gpu_ahead.py,$(wildcard tests/*/test_gp
 gpu-check: $(VENV)/.test
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(GPU_TESTS)
 	$(RUN) tools/gpu_ahead.py
+
+GPU_IMAGE := build/gpu-image/bin/python
+
+# the GPU's tests, interpreted, with the releases of the machine with a GPU (gpu-image.txt), in an environment of its own:
+# PYTHON is a Python 3.12; needs a C compiler, and 530 MB of PyTorch, but not CUDA
+test-gpu-image:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info[:2] != (3, 12) and 'PYTHON: expected a Python 3.12')"
+	$(PYTHON) -m venv build/gpu-image
+	$(GPU_IMAGE) -m pip install -q -c gpu-image.txt -e . pytest pytest-xdist hypothesis
+	$(GPU_IMAGE) tools/torch_without_cuda.py torch -c gpu-image.txt
+	TRITON_INTERPRET=1 $(GPU_IMAGE) -m pytest -n auto $(GPU_TESTS)
 
 GPU_TURNS ?= 5
 
