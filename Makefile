@@ -167,11 +167,13 @@ test-gpu-image:
 	TRITON_INTERPRET=1 $(GPU_IMAGE) -m pytest -n auto $(GPU_TESTS)
 
 GPU_TURNS ?= 5
+GPU_MINUTES ?= 20
+GPU_OUT ?= benchmarks/results/gpu
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
-# (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Ten minutes, then the benchmark
+# (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Smoke tests, the benchmark, all tests
 gpu:
-	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) $(GPU_TESTS)
+	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) --minutes $(GPU_MINUTES) -o $(GPU_OUT)
 
 # removes .venv and what was built
 clean:
