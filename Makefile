@@ -8,7 +8,7 @@ RUN := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
-.PHONY: release-check check-arm check-amx predict gpu-check gpu clean
+.PHONY: release-check check-arm check-amx predict gpu-check test-gpu-image gpu clean
 
 help:
 	@awk '/^# / {about = about substr($$0, 2); next} /^[a-z-]+:/ && about {printf "%-14s%s\n", $$1, about} {about = ""}' Makefile
@@ -155,12 +155,25 @@ gpu-check: $(VENV)/.test
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(GPU_TESTS)
 	$(RUN) tools/gpu_ahead.py
 
+GPU_IMAGE := build/gpu-image/bin/python
+
+# the GPU's tests, interpreted, with the releases of the machine with a GPU (gpu-image.txt), in an environment of its own:
+# PYTHON is a Python 3.12; needs a C compiler, and 530 MB of PyTorch, but not CUDA
+test-gpu-image:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info[:2] != (3, 12) and 'PYTHON: expected a Python 3.12')"
+	$(PYTHON) -m venv build/gpu-image
+	$(GPU_IMAGE) -m pip install -q -c gpu-image.txt -e . pytest pytest-xdist hypothesis
+	$(GPU_IMAGE) tools/torch_without_cuda.py torch -c gpu-image.txt
+	TRITON_INTERPRET=1 $(GPU_IMAGE) -m pytest -n auto $(GPU_TESTS)
+
 GPU_TURNS ?= 5
+GPU_MINUTES ?= 20
+GPU_OUT ?= benchmarks/results/gpu
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
-# (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Ten minutes, then the benchmark
+# (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Smoke tests, the benchmark, all tests
 gpu:
-	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) $(GPU_TESTS)
+	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) --minutes $(GPU_MINUTES) -o $(GPU_OUT)
 
 # removes .venv and what was built
 clean:

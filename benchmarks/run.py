@@ -83,8 +83,10 @@ def write_report(
         report["rows"] = [r for r in report["rows"] if r["name"] != row["name"]] + [row]
         print(line_of(row, line), flush=True)
         refused |= "refused" in row
-        if output is not None:
-            output.write_text(json.dumps(report, indent=1) + "\n")
+        if output is not None:  # whoever stops it between two rows finds a whole file
+            part = output.with_suffix(".part")
+            part.write_text(json.dumps(report, indent=1) + "\n")
+            part.replace(output)
     return int(refused)
 
 

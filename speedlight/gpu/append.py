@@ -28,7 +28,8 @@ def store(
     that would pass its capacity stays as it is, and the status says so. after: of the caller's pages, of which nothing
     is known, the lengths that each item's first program tells; one with a page that is none stays as it is, too.
     """
-    n, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # all in x: the grid has no more than 65,535 programs in y
+    n, i_item = tl.program_id(0) % programs, (tl.program_id(0) // programs).to(tl.int64)
     length = tl.load(lengths + i_item).to(tl.int64)
     count = n_new
     if counts is not None:

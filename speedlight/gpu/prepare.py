@@ -72,8 +72,9 @@ class Part:
             Launch(attend, (min(blocks, REPAIR_GRID),), again, tile.warps, tile.stages),
         ]
         if how.short:
-            rows = {"sinks": self.uploads.sinks, "padded_rows": how.row_blocks * how.rows}
-            made.append(Launch(combine, (most_rows(p) * how.pack, p.kv_heads, p.batch), shared | rows, 4, 2))
+            rows = most_rows(p) * how.pack
+            more = {"sinks": self.uploads.sinks, "rows": rows, "padded_rows": how.row_blocks * how.rows}
+            made.append(Launch(combine, (rows * p.kv_heads * p.batch,), shared | more, 4, 2))
         return made
 
     def _shared(self, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, device: torch.device) -> dict[str, Any]:

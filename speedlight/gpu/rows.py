@@ -169,14 +169,14 @@ class Rows:
             "status": status, "pages": pages, "page_size": to.page_size, "page_count": self.k.shape[0],
             "table_row": 0 if pages is None else pages.stride(0),
             "ring_first": to.ring_first, "ring": to.ring, "RING": to.ring > 0,
-            "n_new": n_new, "capacity": to.capacity, "programs": n_new,
+            "n_new": n_new, "capacity": to.capacity, "programs": max(n_new, 1),
             "D": d, "DV": dv, "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)),
             "HEADS": heads, "BLOCK_H": power_above(heads),
         }  # fmt: skip
         arguments |= named_strides("k", new.k_strides) | named_strides("v", new.v_strides)
         arguments |= named_strides("K", self.k.stride()) | named_strides("V", self.v.stride())
         arguments |= named_strides("S", scales)
-        return Launch(store, (n_new if to.after is None else max(n_new, 1), batch), arguments, 4, 1)
+        return Launch(store, ((n_new if to.after is None else max(n_new, 1)) * batch,), arguments, 4, 1)
 
 
 def paged_keys(

@@ -34,15 +34,17 @@ def first_state(i_item, kv_head, batch: Batch):
     return (i_item * batch.kv_heads + kv_head) * batch.splits
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "out_rows", "splits", "padded_rows", "divisor"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "out_rows", "splits", "rows", "padded_rows", "divisor"])
 def combine(
     partial, stats, out, lse, sinks, items, lengths,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row,
-    q_len, k_len, out_rows, kv_heads, group, padded_rows, splits, divisor,
+    q_len, k_len, out_rows, kv_heads, group, rows, padded_rows, splits, divisor,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """Merges the states of the splits of one row, in ascending order."""
-    i_row, kv_head, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    pid = tl.program_id(0)  # all in x: the grid has no more than 65,535 programs in y and z
+    i_row, i_head = pid % rows, (pid // rows).to(tl.int64)
+    kv_head, i_item = i_head % kv_heads, i_head // kv_heads
     batch = Batch(items, lengths, q_len, k_len, 0, 1, 0, out_rows, kv_heads, group, 1, splits)
     item = locate_item(i_item, batch, None, ARRAYS)
     token, head = (i_row // PACK).to(tl.int64), kv_head * group + i_row % PACK

@@ -19,6 +19,13 @@ def test_the_lowest_releases_are_those_that_are_tested():
     assert pins == bounds
 
 
+def test_the_image_of_a_gpu_has_the_lowest_release_that_the_extra_takes():
+    """`make test-gpu-image` holds what the extra promises."""
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "gpu-image.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    bounds = dict(re.findall(r'"(\w+)>=([\d.]+)', re.findall(r"^gpu = .*", PROJECT, re.MULTILINE)[0]))
+    assert bounds.keys() == {"torch", "triton"} and all(pins[x] == f"{bound}.0" for x, bound in bounds.items())
+
+
 def test_what_is_said_of_installing_is_true():
     """Commands for what extras bring are made in one place, which knows whether the package is published."""
     places = [p for x in ("speedlight", "docs", "examples", "benchmarks", "tools") for p in (ROOT / x).rglob("*")]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import speedlight as sl
 import speedlight.torch
-from speedlight.autograd import higher_order
+from speedlight.autograd import graphs, higher_order
 from speedlight.autograd import operators as ops
 from speedlight.autograd.forms import text_of
 from speedlight.calls import dense
@@ -71,6 +71,7 @@ def test_gradients_are_the_engine_s(tensors, calls):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(graphs._IS_OLD, reason="graphs want PyTorch 2.13: Dynamo of an older one takes another closure's")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_graphs(tensors, calls, dtype):
     """The operations of a graph, forward and backward."""

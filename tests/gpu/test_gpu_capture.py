@@ -1,4 +1,5 @@
-"""The rule of CUDA graphs: once a call's data is uploaded, the call waits for no device and copies nothing to it.
+"""The rule of CUDA graphs: once a call's data is uploaded, the call waits for no device and copies nothing to it. And
+the rule of grids.
 
 Tensors without numbers stand for a GPU's, a driver that launches nothing for CUDA's: asking for a number fails.
 """
@@ -155,6 +156,21 @@ def test_numbers_that_a_graph_reads_are_not_dropped(name, launched, monkeypatch)
     uploads._uploads.clear()
     uploads._numbers.clear()
     assert len(held) == 2 and all(t() is not None for t in held)
+
+
+def test_a_batch_of_any_size_fits_a_grid(launched, monkeypatch):
+    """Of which only the first dimension has room for more than 65,535 programs."""
+    grids = {}
+    monkeypatch.setattr(
+        KernelInterface, "__getitem__", lambda kernel, grid: lambda **_: grids.update({kernel.__name__: grid})
+    )
+    monkeypatch.setattr(storage, "device_of", lambda device: torch.device("meta"))
+    monkeypatch.setattr(storage, "described", lambda x, name, device: array(name, *x.shape))
+    cache = sl.KVCache(layers=1, batch=70_000, kv_heads=2, head_dim=16, capacity=300, device="cuda")
+    cache.attend(0, *(torch.empty(70_000, heads, 1, 16, device="meta") for heads in (4, 2, 2)))
+    assert grids.keys() == {"store", "attend", "combine"}
+    for grid in grids.values():
+        assert max(grid[1:], default=1) <= 65_535
 
 
 def test_whoever_waits_is_found():

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import importlib
 import json
+import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -66,9 +68,8 @@ def test_rows(monkeypatch, small):
         )
 
 
-def test_a_report_says_what_failed_and_what_is_known(tmp_path, monkeypatch):
+def test_a_report_says_what_failed_and_what_is_known(tmp_path, monkeypatch, capsys):
     report = importlib.import_module("gpu_report")
-    monkeypatch.setattr(report, "WORKERS", 1)
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_right(): pass\ndef test_wrong(): assert 0, '3 elements outside the bound'\n")
     found = report.run_tests("smoke tests", [str(test)], 100)
@@ -91,15 +92,58 @@ def test_a_report_says_what_failed_and_what_is_known(tmp_path, monkeypatch):
     ):
         assert words in text
     assert "backward: REFUSED" in text and "picture" in report.draw(rows, tmp_path / "x.png")
-    test.write_text("import time\ndef test_slow(): time.sleep(60)\n")
-    found = report.run_tests("all tests", [str(test)], 4)
-    assert found.summary.endswith("(stopped after 4 s)")
-    monkeypatch.setattr(subprocess, "run", _interrupted)
-    assert "- benchmark: interrupted" in report.paragraph({}, report.run_benchmark("1", tmp_path), [])
+    for error, words in ((KeyboardInterrupt(), "interrupted"), (subprocess.TimeoutExpired("", 9), "stopped after 9 s")):
+        monkeypatch.setattr(subprocess, "run", _raising(error))
+        ended = report.run_benchmark("1", tmp_path, 9)
+        assert f"- benchmark: {words}" in report.paragraph({}, ended, [])
+        assert not any(report.went_wrong(x) for x in ended)
 
 
-def _interrupted(*_, **how):
-    raise KeyboardInterrupt
+def _raising(error):
+    def run(*_, **how):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_report_tells_of_a_failure_at_once(tmp_path, processes):
+    """By name and reason, before the other tests have run; processes of pytest-xdist, too."""
+    report, test = importlib.import_module("gpu_report"), tmp_path / "test_x.py"
+    test.write_text("def test_wrong(): raise RuntimeError('an illegal memory access')\ndef test_right(): pass\n")
+    (tmp_path / "test_y.py").write_text("import no_such_library\n")
+    found = report.run_tests("all tests", [str(tmp_path), "--continue-on-collection-errors"], 300, processes)
+    lines = found.output.splitlines()
+    ends = next(n for n, line in enumerate(lines) if "= ERRORS =" in line)
+    told = [line for line in lines[:ends] if line.startswith(("FAILED ", "ERROR "))]
+    assert sorted(x.split()[0] for x in told) == ["ERROR", "FAILED"]
+    assert [x.partition(" ")[2] for x in told] == found.failed
+    assert "test_wrong - RuntimeError: an illegal memory access" in "".join(told) and "no_such_library" in "".join(told)
+    assert [x[:17] for x in found.known] == ["an address is wro", "a package is miss"]
+
+
+def test_a_report_ends_tests_with_all_their_processes(capfd):
+    """Whose output, which they share, would go on otherwise."""
+    report, start = importlib.import_module("gpu_report"), time.monotonic()
+    script = "echo FAILED test_a.py::test_b - why; echo more; sleep 300 & wait"
+    lines, is_late = report._lines_of(["bash", "-c", script], 3, dict(os.environ))
+    assert is_late and len(lines) == 2 and capfd.readouterr().out == "  FAILED test_a.py::test_b - why\n"
+    assert time.monotonic() - start < 200
+
+
+def test_a_gpu_of_little_memory_has_few_processes_of_tests(monkeypatch):
+    report = importlib.import_module("gpu_report")
+    monkeypatch.setattr(report.os, "cpu_count", lambda: 16)
+    assert [report.workers(x) for x in (0, 8_000, 81_559)] == [1, 4, 14]
+    monkeypatch.setattr(report.os, "cpu_count", lambda: 4)
+    assert report.workers(81_559) == 2
+
+
+def test_a_report_runs_every_file_of_a_gpu():
+    report = importlib.import_module("gpu_report")
+    tests = {x for x in report.every_test() if Path(report.ROOT, x).exists()}
+    assert {"tests/gpu/test_gpu.py", "tests/conformance/backward/test_gpu_backward.py"} <= tests and len(tests) > 7
+    assert not any("distributed" in x or "ahead" in x for x in tests)
 
 
 @pytest.fixture
@@ -151,13 +195,13 @@ def test_every_step_of_a_report(tmp_path, monkeypatch, capsys, small, stand_ins)
         assert row["seconds"].keys() >= takes | {"speedlight"}, row
         assert f"- {row['name']}: " in text.partition("Please paste this into an issue:")[2]
     assert {x["name"].split()[0] for x in rows} == {"forward", "backward", "mask", "decode"} and len(rows) == 17
-    names = {"interpreter.json", "speed.png", "all-tests.txt", "smoke-tests.txt"}
+    names = {"interpreter.json", "speed.png", "all-tests.txt", "smoke-tests.txt", "report.txt"}
     assert {x.name for x in out.iterdir()} == names and "smoke tests: 1 passed" in text and str(out) in text
     monkeypatch.setattr(gpu, "decode", lambda *_: 1 / 0)
     ended = types.SimpleNamespace(returncode=1, stderr="Traceback\ntriton.CompilationError: at 3:1")
     assert [x["refused"] for x in gpu.rows(1, "decode")] == 2 * ["ZeroDivisionError: division by zero"]
     monkeypatch.setattr(subprocess, "run", lambda *_, **how: ended)
-    text = report.paragraph({}, report.run_benchmark("1", out), [])
+    text = report.paragraph({}, report.run_benchmark("1", out, 9), [])
     assert "- benchmark: triton.CompilationError: at 3:1\n  - known: this Triton" in text
 
 
