@@ -119,6 +119,21 @@ def _disable(function: Any) -> Any:
     return sys.modules["torch"].compiler.disable(function)
 
 
+def _guard_scalar(x: Any) -> Any:
+    """Returns the number that a symbolic one is in this graph; any other thing as it is."""
+    number = {"SymBool": bool, "SymInt": int, "SymFloat": float}.get(type(x).__name__)
+    return x if number is None else number(x)
+
+
+def _tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies a function to what lists, tuples and dictionaries hold."""
+    if isinstance(tree, dict):
+        return {name: _tree_map(function, x) for name, x in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_tree_map(function, x) for x in tree])
+    return function(tree)
+
+
 def _refuse_batched(*_: Any) -> Any:
     raise UnsupportedError(
         "is_grads_batched: expected False with this release of PyTorch; got True. Use torch.func.vmap, or one call of "
@@ -136,7 +151,7 @@ _OPERATORS = (
     "_native_multi_head_attention",
 )
 _BATCHED = "torch.autograd.grad(is_grads_batched=True) is refused"
-_AS_OPERATION = "each call is an operation of PyTorch's: repeated calls take longer"
+_AS_OPERATION = "each call is an operation of PyTorch's: repeated calls take longer, and is_grads_batched=True raises"
 
 TORCH = Insides(
     len_torch_dispatch_stack=Inside("torch._C._len_torch_dispatch_stack", lambda: 1, _AS_OPERATION),
@@ -191,6 +206,10 @@ TORCH = Insides(
         "each call tells torch.compile to leave it alone: calls take longer where that is loaded",
     ),
     **{x: Inside(f"torch.ops.aten.{x}", None, "sdpa() does not take its place") for x in _OPERATORS},
+    guard_scalar=Inside(
+        "torch.fx.experimental.symbolic_shapes.guard_scalar", _guard_scalar, "symbolic numbers are turned into Python's"
+    ),
+    tree_map=Inside("torch.utils._pytree.tree_map", _tree_map, "only lists, tuples and dictionaries are looked into"),
     skip=Inside("torch._dynamo.decorators.skip", _disable, "torch.compiler.disable() takes its place"),
 )
 

@@ -88,10 +88,7 @@ def scaled_dot_product_attention(
     dropout, seed = (dropout_p, int(draw_seed())) if dropout_p else (0.0, None)
     with TORCH.renamed:
         out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
-    if len(shape) == 4:
-        usual = query.shape[0] == key.shape[0]
-    else:
-        usual = len(shape) == 3 and _keeps_order_without_batch()
+    usual = query.shape[0] == key.shape[0] if len(shape) == 4 else len(shape) == 3 and _keeps_order_without_batch()
     usual = usual and not dropout_p and query.shape[-1] == value.shape[-1]
     if usual and not (attn_mask is not None and attn_mask.requires_grad):
         # in query's order, as PyTorch's own kernel has it; where it has none, its formula is contiguous

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers.masking_utils as theirs
-from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
 from .. import softcap as softcap_pattern
+from ..host.insides import TORCH
 from ..host.insides import TRANSFORMERS as INSIDES
 from ..torch.attending import Options
 
@@ -31,7 +31,7 @@ def _code_of(make: Any, given: tuple[Any, ...], keeps: tuple[str, ...], rule: An
     `rule`, no function has that code: they are traced, as other people's are.
     """
     found: Any = None if make is None else make(*given)
-    if not set(keeps) <= set(getattr(getattr(found, "__code__", None), "co_freevars", ())):
+    if found is None or not set(keeps) <= set(getattr(getattr(found, "__code__", None), "co_freevars", ())):
         return object()
     i, j = torch.arange(4)[:, None], torch.arange(4)[None]
     return found.__code__ if torch.equal(found(0, 0, i, j), rule(i, j)) else object()
@@ -172,7 +172,7 @@ class MaskSpec:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         plain = lambda x: x.dense() if type(x) is MaskSpec else x  # noqa: E731
-        return function(*tree_map(plain, args), **tree_map(plain, options or {}))
+        return function(*TORCH.tree_map(plain, args), **TORCH.tree_map(plain, options or {}))
 
     @property
     def looks_at_queries(self) -> bool:
