@@ -7,8 +7,8 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint types suite smoke test-lowest test-all coverage docs gallery scaling mutations bench readme package
-.PHONY: release-check check-arm check-amx predict gpu-check test-gpu-image gpu clean
+.PHONY: help demo test lint types suite smoke test-lowest test-newest test-all coverage docs gallery scaling mutations
+.PHONY: bench readme package release-check check-arm check-amx predict gpu-check test-gpu-image gpu clean
 
 help:
 	@awk '/^# / {about = about substr($$0, 2); next} /^[a-z-]+:/ && about {printf "%-14s%s\n", $$1, about} {about = ""}' Makefile
@@ -82,6 +82,14 @@ test-lowest:
 	build/lowest/bin/python -m pip install -q -c lowest.txt -e '.[test]'
 	build/lowest/bin/python -m pytest -n auto -m "not slow" $(SMOKE) \
 		tests/adapters/jax tests/adapters/flash_attn tests/adapters/torch
+
+# adapters' tests with the newest releases that pip finds, in an environment of its own, without CUDA's gigabytes;
+# needs a C compiler
+test-newest:
+	$(PYTHON) -m venv --clear build/newest
+	build/newest/bin/python tools/torch_without_cuda.py torch
+	build/newest/bin/python -m pip install -q -U --upgrade-strategy eager -e '.[test]'
+	build/newest/bin/python -m pytest -n auto -m "not slow" tests/adapters
 
 # every test, also slow and long ones, after the site
 test-all: $(VENV)/.test docs

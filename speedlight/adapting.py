@@ -26,7 +26,6 @@ query: expected 4 dimensions (batch, length, heads, head_dim) for layout='blhd'
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,11 +100,11 @@ class Library:
                 raise UnsupportedError(f"{name}: expected None; got {got}. {self.refused[name]}")
 
     def check_version(self, installed: str | None) -> None:
-        """Raises for a release that is missing or older than those tested; warns of a newer one."""
+        """Raises for a release that is missing or older than those tested."""
         from packaging.version import Version
 
         assert self.tested is not None
-        first, last = self.tested
+        first = self.tested[0]
         if installed is None:
             raise UnsupportedError(
                 f"{self.name}: expected {first}; none is installed. pip install '{self.name}=={first}.*'"
@@ -115,12 +114,6 @@ class Library:
             raise UnsupportedError(
                 f"{self.name}: expected {first} or newer, whose interfaces are used; got {installed}. pip install -U "
                 f"'{self.name}>={first}'"
-            )
-        if found > Version(last).release:
-            warnings.warn(
-                f"{self.name} {installed} is newer than {last}, the last one that speedlight was tested with; compare "
-                f"a few results with its own, or pip install '{self.name}=={last}.*'.",
-                stacklevel=3,
             )
 
 

@@ -3,8 +3,8 @@
     python tools/torch_without_cuda.py torch==2.11.0 -c gpu-image.txt
 
 With the Python of an environment of its own, on Linux; needs a C compiler and readelf. What follows the requirement are
-pip's own options. `import torch` works afterwards, and sees no GPU. A CPU build, from an index that has one, is left as
-it is.
+pip's own options. `import torch` works afterwards, and sees no GPU; pip no longer asks for CUDA's packages. A CPU build,
+from an index that has one, is left as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass, field
-from importlib.metadata import requires
+from importlib.metadata import files, requires
 from pathlib import Path
 
 # of CUDA, what runs when PyTorch is imported: it asks how many devices there are
@@ -35,6 +35,18 @@ def without_cuda(requirement: str) -> str | None:
         return re.sub(r"\[.*\]", f"[{','.join(_REAL)}]", requirement)
     is_cuda = name.startswith(("nvidia-", "cuda-"))
     return None if is_cuda and not name.startswith(_REAL_PACKAGES) else requirement
+
+
+def metadata_without_cuda(text: str) -> str:
+    """Returns a package's metadata without CUDA's packages, which pip would install beside whatever comes next."""
+    lines = []
+    for line in text.splitlines(keepends=True):
+        requirement = line.removeprefix("Requires-Dist: ").rstrip("\n")
+        if requirement == line.rstrip("\n") or "extra ==" in requirement:
+            lines.append(line)
+        elif (kept := without_cuda(requirement)) is not None:
+            lines.append(f"Requires-Dist: {kept}\n")
+    return "".join(lines)
 
 
 def pip(*words: str) -> None:
@@ -130,6 +142,10 @@ def main(words: list[str]) -> None:
     name = re.split(r"[^\w.-]", requirement)[0]
     print(f"{name}: what pip says to miss is CUDA's, and left out on purpose", flush=True)
     pip(*[x for x in map(without_cuda, requires(name) or ()) if x is not None], *options)
+    for file in files(name) or ():
+        if file.name == "METADATA":
+            path = Path(str(file.locate()))
+            path.write_text(metadata_without_cuda(path.read_text(encoding="utf-8")), encoding="utf-8")
     packages = Path(sysconfig.get_path("platlib"))
     ours = packages / "torch" / "lib"
     cuda = sorted({x.parent for x in packages.glob("nvidia/**/*.so*")})

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..host.insides import TORCH
 from .dtypes import DTYPES, check_dtype
 from .memory import Array
 
@@ -44,8 +45,9 @@ def is_followed(x: Any) -> bool:
 
 def has_tangent(x: Any) -> bool:
     """Returns whether a tensor carries a tangent of forward mode."""
-    forward_ad = sys.modules["torch"].autograd.forward_ad
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if TORCH.forward_ad._current_level < 0:
+        return False
+    return sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def is_traced(x: Any) -> bool:
@@ -53,7 +55,7 @@ def is_traced(x: Any) -> bool:
     torch = sys.modules["torch"]
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return not x.is_nested
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return TORCH.is_functorch_wrapped_tensor(x)
 
 
 def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
@@ -142,9 +144,9 @@ def makes_plain_tensors(x: Any) -> bool:
         x.is_cpu
         and not x.is_nested
         and x.layout is torch.strided
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and TORCH.len_torch_dispatch_stack() == 0
+        and TORCH.get_tracing_state() is None
+        and TORCH.peek_interpreter_stack() is None
     )
 
 
@@ -154,7 +156,7 @@ _SIZES: dict[Any, tuple[str, int]] = {}  # name and bytes of a torch.dtype
 
 def from_torch(x: Any, name: str, torch: Any) -> Array:
     """Reads where a tensor lies; raises unless its numbers lie there."""
-    if torch._C._get_tracing_state() is not None:
+    if TORCH.get_tracing_state() is not None:
         raise UnsupportedError(f"{name}: expected no torch.jit.trace, which speedlight.torch.attention() alone takes.")
     found = _SIZES.get(x.dtype)
     if found is None or not _is_plain(x, torch):
@@ -176,7 +178,7 @@ def _is_plain(x: Any, torch: Any) -> bool:
     """Returns whether check_plain_tensor() has nothing to say of a tensor on the CPU; in a third of the time."""
     if type(x) is not torch.Tensor or not x.is_cpu or x.is_nested or x.layout is not torch.strided:
         return False
-    if x.is_neg() or x.is_conj() or torch.autograd.forward_ad._current_level >= 0:
+    if x.is_neg() or x.is_conj() or TORCH.forward_ad._current_level >= 0:
         return False
     if x.requires_grad and torch.is_grad_enabled():
         return False

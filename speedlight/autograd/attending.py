@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ..arrays.array import listed
@@ -16,6 +15,7 @@ from ..calls.backward import repeat as repeat_gradients
 from ..calls.dense import attend, repeat
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
+from ..host.insides import TORCH
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
 from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled, state_of
@@ -27,7 +27,6 @@ from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OR_NONE = frozenset((type(None), *_PLAIN))
-_private: Any = torch._C  # pyright minds its names
 _FIXED = frozenset((type(None), bool, int, float, str))  # types of options that stay what they are
 
 
@@ -45,10 +44,10 @@ def cast(*tensors: Any) -> Any:
 def is_plain(*tensors: Any) -> bool:
     """Returns whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+        TORCH.len_torch_dispatch_stack() == 0
+        and TORCH.get_tracing_state() is None
+        and TORCH.peek_interpreter_stack() is None
+        and TORCH.forward_ad._current_level < 0
         and not any([type(x) not in _PLAIN and is_tensor(x) and is_traced(x) for x in tensors])
     )
 
@@ -94,10 +93,10 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
         tables = (options.score,)
     a, b, c = (x if type(x) is torch.Tensor else x.detach() for x in (q, k, v))
     try:  # a signal may come right after a call
-        torch._C._set_grad_enabled(False)  # no_grad() takes longer, and three views do
+        TORCH.set_grad_enabled(False)  # no_grad() takes longer, and three views do
         _, results = repeat(a, b, c, options, True, None)
     finally:
-        torch._C._set_grad_enabled(True)
+        TORCH.set_grad_enabled(True)
     if results is None:
         return None
     known, read = Followed(options, None, tables), [(x, state_of(x)) for x in arrays]
@@ -122,7 +121,7 @@ def attend_as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bo
         )
     if _has_tangents((q, k, v, sinks, *tables)):
         results = further.attention_of(form, seed, further.Tensors(q, k, v, tables, sinks))
-    elif peek_interpreter_stack() is None:
+    elif TORCH.peek_interpreter_stack() is None:
         results = ops.attention_op(q, k, v, sinks, tables, form, ops.signed(seed))
     else:
         results = Transformed.apply(form, ops.signed(seed), q, k, v, sinks, *tables)
@@ -138,9 +137,9 @@ def _tensor_of(sinks: Any) -> Any:
 
 def _has_tangents(tensors: tuple[Any, ...]) -> bool:
     """Returns whether forward mode is on, of torch.func or of torch.autograd."""
-    if [x for x in get_interpreter_stack() or () if x.key() == TransformType.Jvp]:
+    if [x for x in TORCH.get_interpreter_stack() or () if x.key() == TORCH.TransformType.Jvp]:
         return True
-    return forward_ad._current_level >= 0 and bool(
+    return TORCH.forward_ad._current_level >= 0 and bool(
         [x for x in tensors if x is not None and forward_ad.unpack_dual(x).tangent is not None]
     )
 
@@ -167,14 +166,14 @@ class _Attention(torch.autograd.Function):
             gradients = of_each(functools.partial(_flow_back, *given), flows)
         else:
             gradients = _flow_back(*given, *flows)
-        if not _private._autograd._get_current_graph_task_keep_graph():
+        if not TORCH.get_current_graph_task_keep_graph():
             ctx.known = ctx.read = None
         return gradients
 
 
 def _flow_back(known: Followed, needed: Any, saved: Any, *flows: Any) -> tuple[Any, ...]:
     """Returns what backward() does, of what flows into out and lse."""
-    if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
+    if torch.is_grad_enabled() or TORCH.peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
         return (None, None, *_differentiable(known, needed, saved, flows))
     q, k, v, out, lse = [x if type(x) is torch.Tensor else x.detach() for x in saved[:5]]
     d_out = out.new_zeros(()).expand(out.shape) if flows[0] is None else flows[0]
@@ -218,7 +217,7 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
     sinks = _tensor_of(known.options.sink_logits) if sinks is None else sinks
     wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
     form, seed = text_of(known.options), ops.signed(known.options.seed)
-    if peek_interpreter_stack() is None:
+    if TORCH.peek_interpreter_stack() is None:
         dq, dk, dv, *more = ops.attention_backward_op(q, k, v, out, lse, *flows, sinks, tables, form, seed, wanted)
     else:
         flows = [torch.zeros_like(x) if flow is None else flow for x, flow in zip((out, lse), flows, strict=True)]

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..arrays.torch_tensors import is_tensor
 from ..errors import UnsupportedError, pass_on
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
 from ..host.graph_breaks import constant, outside
+from ..host.insides import TORCH
 from ..problem.gradients import check_attached
 from ..problem.options import DEFAULTS
 from ..problem.problem import Options, scores_of
@@ -30,6 +30,7 @@ from .forms import ARRAY, text_of
 _BESIDE = ("mask", "score", "sink_logits", "seed")  # options that have a way of their own
 _OF_TENSORS = ("q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
 _WIDE = torch.float64
+_guard_scalar = TORCH.guard_scalar  # Dynamo knows it by its name
 _FIRST = (2, 13)  # before it Dynamo takes the graph of another closure, which computes something else
 _IS_OLD = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _FIRST
 
@@ -108,7 +109,7 @@ def _freeze(x: Any, name: str, seen: _Seen) -> Any:
     if x is None or isinstance(x, (bool, str)):
         return x
     if isinstance(x, (int, float)):
-        return guard_scalar(x)
+        return _guard_scalar(x)
     seen.why = f"{name}: expected numbers, lists of them, NumPy's arrays or tensors of integers in a graph."
     return None
 
@@ -117,7 +118,7 @@ def _sinks(x: Any, seen: _Seen) -> Any:
     if x is None or isinstance(x, (torch.Tensor, np.ndarray)):
         return x if x is None else _tensor(x)
     if isinstance(x, (list, tuple)) and x and all([isinstance(y, (int, float, np.ndarray)) for y in x]):
-        every = [_tensor(y) if isinstance(y, np.ndarray) else torch.tensor(guard_scalar(y), dtype=_WIDE) for y in x]
+        every = [_tensor(y) if isinstance(y, np.ndarray) else torch.tensor(_guard_scalar(y), dtype=_WIDE) for y in x]
         return torch.stack([y.to(_WIDE) for y in every])
     seen.why = "sink_logits: expected a tensor, an array or a list of numbers in a graph."
     return None

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._functorch import is_legacy_batchedtensor
 
+from ..host.insides import TORCH
 from . import higher_order as further
 from . import operators as ops
 from .forms import is_same_for_items
@@ -112,24 +112,21 @@ def _one(x: Any, at: int | None, n: int) -> Any:
     return x if at is None else x.select(at, n) if x.shape[at] else x.sum(at).to(x.dtype)
 
 
-_private: Any = torch  # pyright minds its names
-
-
 def is_batched(flows: tuple[Any, ...]) -> bool:
     """Returns whether these come of torch.autograd.grad(is_grads_batched=True), whose vmap is not torch.func's."""
-    return any([x is not None and is_legacy_batchedtensor(x) for x in flows])
+    return any([x is not None and TORCH.is_legacy_batchedtensor(x) for x in flows])
 
 
 def of_each(function: Callable[..., Any], flows: tuple[Any, ...]) -> tuple[Any, ...]:
     """Applies a function to such gradients, example by example."""
-    torch._C._vmapmode_increment_nesting()
-    level = torch._C._vmapmode_decrement_nesting()  # the innermost
+    TORCH.vmapmode_increment_nesting()
+    level = TORCH.vmapmode_decrement_nesting()  # the innermost
 
     def apart(x: Any, count: int) -> Any:
-        return x if x is None else _private._remove_batch_dim(x, level, count, 0)
+        return x if x is None else TORCH.remove_batch_dim(x, level, count, 0)
 
     count = max([len(apart(x, 1)) for x in flows if x is not None])
     given = [apart(x, count) for x in flows]
     results = [function(*(x if x is None else x[n] for x in given)) for n in range(count)]
     of = zip(*results, strict=True)
-    return tuple(x[0] if x[0] is None else _private._add_batch_dim(torch.stack(x), 0, level) for x in of)
+    return tuple(x[0] if x[0] is None else TORCH.add_batch_dim(torch.stack(x), 0, level) for x in of)

@@ -16,6 +16,7 @@ from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, i
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, has, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
+from ..host.insides import TORCH
 from . import foreign
 from .operations import INT_MAX
 from .rows import Row
@@ -443,13 +444,10 @@ def _place(x: Any) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Leaves torch.func's transforms for a while: they wrap what is made inside, of tensors that are none of theirs."""
-    functorch = sys.modules["torch"]._C._functorch
-    if functorch.peek_interpreter_stack() is None:
+    if TORCH.peek_interpreter_stack() is None:
         yield
         return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
+    with TORCH.temporarily_clear_interpreter_stack():
         yield
 
 

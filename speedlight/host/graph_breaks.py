@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import UnsupportedError
+from .insides import TORCH, as_left_alone
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -22,7 +23,7 @@ def passed_by() -> bool:
     """Returns whether this frame runs untraced, while torch.compile would trace what is called here."""
     if "torch._dynamo" not in sys.modules:
         return False
-    return sys.modules["torch"]._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return TORCH.get_eval_frame_callback() is not None
 
 
 def constant(function: _F) -> _F:
@@ -50,7 +51,7 @@ def outside(function: Any, *args: Any, **options: Any) -> Any:
     For methods of caches, that say so themselves: when a decorator's call returns, signals are looked for.
     """
     if function not in _untraced:
-        _untraced[function] = sys.modules["torch"].compiler.disable(function)
+        _untraced[function] = sys.modules["torch"].compiler.disable(as_left_alone(function))
     return _untraced[function](*args, **options)
 
 

@@ -20,6 +20,7 @@ from ..errors.advice import explain, unknown
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, key_of_expression
 from ..host.graph_breaks import in_graph, outside
+from ..host.insides import TORCH
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -226,7 +227,7 @@ def form_of(x: Any, keys: int | None = None, rows: int = 1) -> Any:
             return ...
         if x.layout is not torch.strided or x.is_neg():
             return ...
-        if (x.requires_grad and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
+        if (x.requires_grad and torch.is_grad_enabled()) or TORCH.forward_ad._current_level >= 0:
             return ...
         form = x.shape, x.stride(), x.dtype
     if keys is None:

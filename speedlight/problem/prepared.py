@@ -22,6 +22,7 @@ from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import has_bytes
 from ..expressions.tracing import Expression
+from ..host.insides import TORCH
 from ..host.shortcuts import address_of, count_write
 from .options import form_of
 from .problem import Options, scores_of, spans_of
@@ -47,7 +48,7 @@ def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...],
             key += (x.shape, x.strides, x.dtype)
         return tuple(key)
     torch: Any = sys.modules.get("torch")
-    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # inside torch.func: tensors may carry tangents
+    if torch is None or TORCH.forward_ad._current_level >= 0:  # inside torch.func: tensors may carry tangents
         return None
     plain, strided = torch.Tensor, torch.strided
     try:
@@ -102,9 +103,9 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
             of_q, of_k, of_v, size = q.strides, k.strides, v.strides, 1
         else:
             torch: Any = sys.modules.get("torch")
-            if torch is None or kind is not torch.Tensor or torch.autograd.forward_ad._current_level >= 0:
+            if torch is None or kind is not torch.Tensor or TORCH.forward_ad._current_level >= 0:
                 return None
-            if torch._C._get_tracing_state() is not None:  # sizes are tensors
+            if TORCH.get_tracing_state() is not None:  # sizes are tensors
                 return None
             if q.dim() != 4 or q.size(rows_at) > _FEW:  # most calls
                 return None

@@ -18,6 +18,7 @@ from ..host.others import Others
 from ..problem.operands import Strides
 from ..problem.plan import Roofs, size_text
 from . import options as opt
+from .libraries import libraries_report, library_rows
 from .options import on_unit
 from .reports import busy_rows, check_output, print_json, print_report, print_rows, progress, write_text
 
@@ -30,7 +31,7 @@ def info(
     isa: opt.Unit = None,
     as_json: opt.Json = False,
 ) -> None:
-    """This machine: vector unit, threads, measured peaks and bandwidth, and the kernels that are kept."""
+    """This machine: vector unit, threads, measured peaks and bandwidth, the kernels that are kept, and libraries."""
     from ..cpu.runtime import compile, kept_files, workers
     from ..cpu.runtime.tuned import tuning_of
 
@@ -55,6 +56,7 @@ def info(
                     "bytes": sum(cached.values())},
         "loaded": {"count": len(compile.loaded_kernels()), "most": compile.MOST_LOADED},
         "removed": removed, **products,
+        "libraries": libraries_report(),  # last: it imports them
     }  # fmt: skip
     if as_json:
         print_json(report)
@@ -77,6 +79,7 @@ def info(
         *bf16_rows(products),
         ("kernels", where),
         ("loaded", f"{report['loaded']['count']} in this process; {compile.MOST_LOADED} at most in any"),
+        *library_rows(report["libraries"]),
     ]
     print_rows(rows if removed is None else [*rows, ("removed", f"{removed} kernels")])
 

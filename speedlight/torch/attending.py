@@ -13,6 +13,7 @@ from ..autograd.attending import attend_as_operation, attended, attended_again, 
 from ..autograd.graphs import in_graph
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by
+from ..host.insides import TORCH
 from ..problem.gradients import followed
 from ..problem.options import AllOptions, public
 from ..problem.problem import Options
@@ -73,7 +74,7 @@ def attention(
     if passed_by():
         return outside(attention, q, k, v, return_lse=return_lse, **options)
     given = Options.of(attention, options).spelled()
-    if torch._C._is_any_autocast_enabled():
+    if TORCH.is_any_autocast_enabled():
         q, k, v = cast(q, k, v)
     if is_tensor(given.seed) and not is_traced(given.seed):
         given = given._replace(seed=integer("seed", given.seed))
@@ -95,7 +96,7 @@ def attend_again(tag: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, op
 
     tag: of whoever asks, by identity: front.replay() replays what was repeated for this one.
     """
-    if torch._C._is_any_autocast_enabled() or not is_plain():
+    if TORCH.is_any_autocast_enabled() or not is_plain():
         return None
     if torch.is_grad_enabled() and (results := attended_again(q, k, v, options, False)) is not None:
         return results

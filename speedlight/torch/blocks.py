@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.attention import flex_attention as flex
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ArgumentError, Expression, Symbol, Table, UnsupportedError, expression
 from ..arrays.torch_tensors import is_traced
 from ..expressions.bounds import integers, visible
 from ..expressions.tree import evaluate
+from ..host.insides import TORCH
 from ..problem.tiles import Many
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -127,7 +127,7 @@ def _read_entries(x: torch.Tensor) -> np.ndarray:
             "block_mask: expected tables whose numbers lie in memory; got those of a graph. Make the BlockMask outside "
             "of what is exported."
         )
-    with _disable_current_modes():
+    with TORCH.disable_current_modes():
         return x.detach().cpu().numpy()
 
 

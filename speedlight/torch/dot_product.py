@@ -11,13 +11,15 @@ from torch import Tensor
 from .. import ArgumentError, ArgumentTypeError
 from ..adapting import Library, draw_seed
 from ..errors.advice import of_head_dim, of_mask, of_no_tensor
+from ..host.graph_breaks import constant
+from ..host.insides import TORCH as INSIDES
 from ..problem.options import Causal, public, refuse_unknown
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 TORCH = Library(
     "torch",
-    tested=("2.13", "2.13"),
+    tested=("2.13", "2.15"),
     names={"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask": "attn_mask", "score": "attn_mask"},
 )
 _MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
@@ -86,10 +88,21 @@ def scaled_dot_product_attention(
     dropout, seed = (dropout_p, int(draw_seed())) if dropout_p else (0.0, None)
     with TORCH.renamed:
         out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
-    usual = len(shape) == 4 and not dropout_p and query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0]
+    usual = query.shape[0] == key.shape[0] if len(shape) == 4 else len(shape) == 3 and _keeps_order_without_batch()
+    usual = usual and not dropout_p and query.shape[-1] == value.shape[-1]
     if usual and not (attn_mask is not None and attn_mask.requires_grad):
-        return out  # in query's order, as PyTorch's own kernel has it; where it has none, its formula is contiguous
+        # in query's order, as PyTorch's own kernel has it; where it has none, its formula is contiguous
+        return out if len(shape) == 4 else out[0]
     return out.reshape(*shape[:-1], value.shape[-1]).contiguous()
+
+
+_WITHOUT_BATCH = torch.empty(1, 1, 8)
+
+
+@constant
+def _keeps_order_without_batch() -> bool:
+    """Returns whether PyTorch's own kernel takes (heads, length, dim), as it does since 2.14: its choice is asked."""
+    return INSIDES.fused_sdp_choice(_WITHOUT_BATCH, _WITHOUT_BATCH, _WITHOUT_BATCH) != 0
 
 
 def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
@@ -161,6 +174,8 @@ def _expand(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
     if x.shape[-3] not in (1, heads):
         x = x.repeat_interleave(heads // x.shape[-3], -3)
     x = x.expand(*batch, heads, *x.shape[-2:])
+    if not batch:
+        return x[None]  # reshape() would change the strides of dims of one
     return x if len(batch) == 1 else x.reshape(math.prod(batch), *x.shape[-3:])
 
 

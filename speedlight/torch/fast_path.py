@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..front import compute
+from ..host.insides import TORCH
 from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, is_ours
@@ -24,6 +25,8 @@ _originals: dict[str, Any] = {}
 
 def register(library: torch.library.Library) -> None:
     """Puts these kernels where PyTorch looks for its own."""
+    if getattr(TORCH, FAST_PATH) is None:
+        return
     for place in ("CPU", "NestedTensorCPU"):
         _originals[place] = torch.library.get_kernel(f"aten::{FAST_PATH}", place)
         kernel = functools.partial(_kernel, place)

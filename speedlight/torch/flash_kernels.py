@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import ArgumentError, UnsupportedError, attention_backward, attention_paged
 from ..adapting import add_distances, limits, rows_in_use
 from ..front import compute
+from ..host.insides import TORCH
 from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, is_ours
@@ -30,11 +31,16 @@ _originals: dict[str, Any] = {}
 def register(library: torch.library.Library) -> None:
     """Puts these kernels where PyTorch looks for its own."""
     for name, kernel in ((FLASH, _flash), (f"{FLASH}_backward", _flash_backward)):
+        if getattr(TORCH, name) is None:
+            continue
         _originals[name] = torch.library.get_kernel(f"aten::{name}", "CPU")
         library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
-    library.impl(VARLEN, _varlen, "CPU")
-    library.impl(f"{VARLEN}_no_dropout_inplace", _varlen_out, "CPU")
-    library.impl("_flash_attention_backward", _varlen_backward, "CPU")
+    of_varlen = {
+        VARLEN: _varlen, f"{VARLEN}_no_dropout_inplace": _varlen_out, "_flash_attention_backward": _varlen_backward,
+    }  # fmt: skip
+    for name, kernel in of_varlen.items():
+        if getattr(TORCH, name) is not None:
+            library.impl(name, kernel, "CPU")
 
 
 def _flash(keys: Any, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
 from .. import ArgumentError
 from ..adapting import check_flag
 from ..front import replay
+from ..host.insides import TORCH
 from ..problem.problem import brief_options
 from . import fast_path, flash_kernels
 from .attending import attend_again
@@ -235,7 +235,7 @@ def _attend(
             why = "attn_mask beside is_causal"
         elif not (query.shape[-1:].numel() and value.shape[-1:].numel()):
             why = "a head dim of 0"
-        elif peek_interpreter_stack() is not None:  # whose layers are above this one
+        elif TORCH.peek_interpreter_stack() is not None:  # whose layers are above this one
             why = "inside torch.func"
         elif dropout_p and is_traced(query):
             why = "dropout_p in a graph that is being compiled"

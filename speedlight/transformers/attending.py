@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 import transformers.masking_utils as masking_utils
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.decorators import skip
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.utils.output_capturing import _active_collector
 
 from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
 from ..adapting import Renamed, draw_seed, shown
 from ..front import replay
+from ..host.insides import TORCH, as_left_alone
+from ..host.insides import TRANSFORMERS as INSIDES
 from ..torch.attending import attend_again, attention
 from .caches import Kept
 from .masks import MaskSpec, softcap_score
@@ -24,7 +22,7 @@ harmless: frozenset[str] = frozenset((*TRANSFORMERS.ignored, "cu_seq_lens_q", "c
 _BIASED = Renamed({**TRANSFORMERS.names, "score": "position_bias"})
 
 
-@skip  # and it runs _untraced: compiler.disable() around each call took an eighth of attention
+@TORCH.skip  # and it runs _untraced: compiler.disable() around each call took an eighth of attention
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -78,10 +76,10 @@ def attention_forward(
     >>> attention_forward(torch.nn.Module(), q, k, k, attention_mask(2, 8, 8))[0].shape
     torch.Size([2, 8, 4, 16])
     """
-    if get_eval_frame_callback() is not None:  # torch.compile would look into what is called here
+    if TORCH.get_eval_frame_callback() is not None:  # torch.compile would look into what is called here
         given = dict(locals())
         return _untraced(**given.pop("more"), **given)
-    if _active_collector.get() or "output_attentions" in more:
+    if INSIDES.active_collector.get() or "output_attentions" in more:
         _check_weights(more)
     if more and not harmless.issuperset(more):
         attention_mask, more = _read_chosen(module, key, attention_mask, more)
@@ -146,7 +144,7 @@ def attention_forward(
         return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
 
 
-_untraced: Any = torch.compiler.disable(attention_forward)
+_untraced: Any = torch.compiler.disable(as_left_alone(attention_forward))
 
 
 def _attend_beside_sinks(
@@ -164,7 +162,7 @@ def _attend_beside_sinks(
 
 def _check_weights(more: dict[str, Any]) -> None:
     """Raises where weights are asked for: they are never made."""
-    asked = _active_collector.get()
+    asked = INSIDES.active_collector.get()
     if more.get("output_attentions") or (asked and any(["attentions" in name for name in asked])):
         way = TRANSFORMERS.refused["output_attentions"]
         raise UnsupportedError(f"output_attentions: expected False; speedlight makes no matrix of weights. {way}")
@@ -207,7 +205,7 @@ def _check_masked(module: Any) -> None:
     for. Models that make no masks give none, either.
     """
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if name is not None and name not in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+    if name is not None and name not in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
         raise UnsupportedError(
             f"attention_mask: transformers makes no masks for attn_implementation={name!r}, so padding would be "
             f"dropped. Call AttentionMaskInterface.register({name!r}, speedlight.transformers.attention_mask), or use "
@@ -216,7 +214,7 @@ def _check_masked(module: Any) -> None:
 
 
 def _append_paged(module: Any, key: Any, value: Any, cache: Any, more: dict[str, Any]) -> tuple[Any, Any]:
-    if not isinstance(cache, PagedAttentionCache):
+    if not isinstance(cache, INSIDES.PagedAttentionCache):
         raise ArgumentTypeError(f"cache: expected a PagedAttentionCache; got {type(cache).__name__}.")
     paged: Any = cache
     return paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=more)

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import transformers.cache_utils as theirs
-from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, ArgumentTypeError, KVCache, UnsupportedError
 from ..adapting import Renamed
 from ..arrays.dtypes import CODES, code_cache
 from ..arrays.integers import integer
+from ..host.insides import TORCH
 from ..problem.checks import cache_dtype, checked_sizes, new_totals
 from ..problem.options import Dtype, DtypeName, public
 from .masks import MaskSpec
@@ -54,7 +54,7 @@ class Kept(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         plain = lambda x: x.stored() if isinstance(x, Kept) else x  # noqa: E731
-        return function(*tree_map(plain, args), **tree_map(plain, options or {}))
+        return function(*TORCH.tree_map(plain, args), **TORCH.tree_map(plain, options or {}))
 
 
 _METHODS = Renamed({"truncate()": "crop()"})

@@ -12,21 +12,55 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers.masking_utils as theirs
-from torch.utils._pytree import tree_map
 
 from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
 from .. import softcap as softcap_pattern
 from ..adapting import warn_once
+from ..host.insides import TORCH
+from ..host.insides import TRANSFORMERS as INSIDES
 from ..torch.attending import Options
 
-_CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
-_AND = theirs.and_masks().__code__
-_SLIDING = theirs.sliding_window_overlay(1).__code__
-_SLIDING_BOTH = theirs.sliding_window_bidirectional_overlay(1).__code__
-_NONE = torch.empty(0)
-_CHUNKED = theirs.chunked_overlay(1, _NONE).__code__
-_PACKED = theirs.packed_sequence_mask_function(_NONE).__code__
-_REMAPPED = theirs.remap_positions_for_packed_sequence(_CAUSAL, _NONE).__code__
+
+def _is_causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j <= i
+
+
+def _code_of(make: Any, given: tuple[Any, ...], keeps: tuple[str, ...], rule: Any) -> Any:
+    """Returns the code by which mask functions that a function of transformers makes are known.
+
+    If this release lacks it, or its functions keep what they are given under other names or show other keys than
+    `rule`, no function has that code: they are traced, as other people's are.
+    """
+    found: Any = None if make is None else make(*given)
+    if found is None or not set(keeps) <= set(getattr(getattr(found, "__code__", None), "co_freevars", ())):
+        return object()
+    i, j = torch.arange(4)[:, None], torch.arange(4)[None]
+    return found.__code__ if torch.equal(found(0, 0, i, j), rule(i, j)) else object()
+
+
+_CAUSAL = INSIDES.causal_mask_function or _is_causal
+_ALL = INSIDES.bidirectional_mask_function
+_IDS = torch.tensor([[0, 0, 1, 1]])
+_PLACES = torch.tensor([[0, 1, 0, 1]])
+_AND = _code_of(
+    INSIDES.and_masks, (_is_causal, lambda b, h, i, j: j > i - 2), ("mask_functions",),
+    lambda i, j: (j <= i) & (j > i - 2),
+)  # fmt: skip
+_SLIDING = _code_of(INSIDES.sliding_window_overlay, (2,), ("sliding_window",), lambda i, j: j > i - 2)
+_SLIDING_BOTH = _code_of(
+    INSIDES.sliding_window_bidirectional_overlay, (1,), ("sliding_window",), lambda i, j: (i - j).abs() <= 1
+)
+_CHUNKED = _code_of(
+    INSIDES.chunked_overlay, (2, torch.tensor([1])), ("chunk_size", "left_padding"),
+    lambda i, j: (i - 1) // 2 == (j - 1) // 2,
+)  # fmt: skip
+_PACKED = _code_of(
+    INSIDES.packed_sequence_mask_function, (_IDS,), ("packed_sequence_mask",), lambda i, j: _IDS[0, i] == _IDS[0, j]
+)
+_REMAPPED = _code_of(
+    INSIDES.remap_positions_for_packed_sequence, (_is_causal, _PLACES), ("mask_function", "position_ids"),
+    lambda i, j: _PLACES[0, j] <= _PLACES[0, i],
+)  # fmt: skip
 # models that add keys of their own, and then to the mask, if it is a tensor
 _TENSORS = frozenset(("deepseek_v4",))
 # the padding seen last, of all models: its expression is taken again while masks say the same, as they do from token
@@ -140,7 +174,7 @@ class MaskSpec:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         plain = lambda x: x.dense() if type(x) is MaskSpec else x  # noqa: E731
-        return function(*tree_map(plain, args), **tree_map(plain, options or {}))
+        return function(*TORCH.tree_map(plain, args), **TORCH.tree_map(plain, options or {}))
 
     @property
     def looks_at_queries(self) -> bool:
@@ -285,6 +319,8 @@ def _attends_itself(config: type) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     found: Any = MODEL_MAPPING.get(config, ())  # pyright: ignore[reportArgumentType]
+    if INSIDES.can_set_attn_implementation is None:
+        return False
     return not all([x._can_set_attn_implementation() for x in (found if isinstance(found, tuple) else (found,))])
 
 

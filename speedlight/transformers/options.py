@@ -6,7 +6,7 @@ from ..adapting import Library
 
 TRANSFORMERS = Library(
     "transformers",
-    tested=("5.23", "5.23"),
+    tested=("5.23", "5.24"),
     names={
         "q": "query", "k": "key", "v": "value", "mask": "attention_mask", "score": "attention_mask",
         "sink_logits": "s_aux", "scale": "scaling",

@@ -23,7 +23,7 @@ def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> Non
             are known; any other is an error.
 
     Raises:
-        speedlight.Error: transformers is missing, or older than what was tested. A newer one is a warning.
+        speedlight.Error: transformers is missing, or older than what was tested.
 
     >>> import speedlight.transformers
     >>> speedlight.transformers.register()
@@ -47,7 +47,7 @@ def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> Non
     AttentionInterface.register("speedlight", attending.attention_forward)
     AttentionMaskInterface.register("speedlight", attention_mask)
     if replace_sdpa and not _replaced:
-        _replaced["sdpa"] = AttentionInterface._global_mapping["sdpa"]
+        _replaced["sdpa"] = AttentionInterface()["sdpa"]
         AttentionInterface.register("sdpa", attending.attention_forward)
 
 

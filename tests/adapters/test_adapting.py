@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
 import re
 from pathlib import Path
@@ -29,6 +30,7 @@ from speedlight.transformers.options import TRANSFORMERS
 pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-adapters.md"
+FAQ = PAGE.with_name("faq.md")
 HEADING = "## What is ignored, and what is refused\n"
 # of each library its calls
 CALLS = {
@@ -41,6 +43,19 @@ CALLS = {
     operators.ATTENTION: [operators.Attention._run],
     operators.ROTARY: [operators.RotaryEmbedding._run],
 }
+ADVICE = "try its adapter's tests, then say so in its Library's `tested` and in docs/faq.md"
+
+
+@pytest.mark.parametrize("library", [TORCH, TRANSFORMERS, JAX], ids=lambda x: x.name)
+def test_documents_name_the_release_at_hand(library):
+    """With the newest releases, too: a page that says less than what was run is out of date, and this fails."""
+    release = importlib.metadata.version(library.name)
+    first, last = (tuple(map(int, x.split("."))) for x in library.tested)
+    assert first <= tuple(map(int, release.split(".")[:2])) <= last, f"{library.name} {release}: {ADVICE}"
+    row = re.search(rf"^\| {library.name} \| (.*) \|$", FAQ.read_text(), re.MULTILINE | re.IGNORECASE)
+    assert row is not None and {".".join(x.split(".")[:2]) for x in row[1].split(", ")} >= set(library.tested)
+
+
 LIBRARIES = pytest.mark.parametrize("library", CALLS, ids=lambda x: x.name)
 
 

@@ -36,6 +36,18 @@ def test_requirements_without_cuda(requirement, kept):
     assert found is None if kept is None else found.startswith(kept)
 
 
+def test_metadata_without_cuda():
+    """Later calls of pip install nothing of CUDA's; extras, and what is no requirement, stay."""
+    text = (
+        "Name: torch\nRequires-Dist: sympy>=1.13.3\nRequires-Dist: nvidia-cudnn-cu13==9.24.0.43; p == 'Linux'\n"
+        "Requires-Dist: cuda-toolkit[cublas,cudart]==13.0.3\nRequires-Dist: pyyaml; extra == 'pyyaml'\n\nnvidia-cudnn\n"
+    )
+    assert tool.metadata_without_cuda(text) == (
+        "Name: torch\nRequires-Dist: sympy>=1.13.3\nRequires-Dist: cuda-toolkit[cudart,cupti]==13.0.3\n"
+        "Requires-Dist: pyyaml; extra == 'pyyaml'\n\nnvidia-cudnn\n"
+    )
+
+
 def built(folder: Path, name: str, source: str, *words: str) -> Path:
     path = folder / name
     (folder / "source.c").write_text(source)

@@ -97,6 +97,7 @@ def test_dropout_in_a_graph_is_left():
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of vmap, since 2.14
 def test_transforms():
     """vmap comes to us by PyTorch's flash kernel; what is differentiated by torch.func is PyTorch's, and counted."""
     q = drawn(4, 2, 8, 8)

@@ -261,7 +261,7 @@ def with_threads(call):
         sl.set_threads(None)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("name", ["recorded", "a tangent", "vmap", "traced", "autocast", "a subclass", "an array",
                                   "fewer threads", "a thread", "inference"])  # fmt: skip
 def test_what_is_not_alike_is_pythons(known, name):
@@ -429,7 +429,7 @@ def test_what_is_no_tensor_is_refused_as_by_python(known):
     assert used(known) == before >= 1
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_trace_is_refused_by_calls_that_are_known(known):
     q, k, v = drawn(2, 1, 40)
     with torch.no_grad():
