@@ -453,10 +453,10 @@ def note_first(module: Any, s: Shape) -> Any:
     bad = p["bad"].differs(0)
     place = []
     for name in "hij":
-        least = reduced(k, "smin", k.select(bad, p[name], k.const(INT_MAX, wide)))
+        least = reduced(k, "smin", k.select(bad, p[name], k.const(INT_MAX, wide)), lanes)
         bad = bad & p[name].equals(k.splat(least, lanes))
         place.append(least)
-    index = reduced(k, "smax", k.select(bad, p["index"], k.const(INT_MIN, wide)))
+    index = reduced(k, "smax", k.select(bad, p["index"], k.const(INT_MIN, wide)), lanes)
     base, stride = (k.load(I64, p["a"], field_at(x)) for x in ("scratch", "scratch_stride"))
     worker = (Value(k, k.b.ptrtoint(p["scratch"].x, I64)) - base) // stride
     note = k.at(k.load(PTR, p["a"], field_at("wrong")), worker * WRONG.bytes)
@@ -471,6 +471,6 @@ def note_first(module: Any, s: Shape) -> Any:
     return k.finish()
 
 
-def reduced(k: Function, name: str, x: Value) -> Value:
+def reduced(k: Function, name: str, x: Value, lanes: int) -> Value:
     """Returns the least ("smin") or greatest ("smax") of a vector's 64-bit integers."""
-    return k.intrinsic(f"llvm.vector.reduce.{name}.v{x.type.count}i64", I64, x)
+    return k.intrinsic(f"llvm.vector.reduce.{name}.v{lanes}i64", I64, x)
