@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -183,26 +183,53 @@ def kind_of(dtype: np.dtype) -> str | None:
     return "double" if dtype.name == "float64" else None
 
 
+class WrongIndex(NamedTuple):
+    """The first index of a lookup that is out of range."""
+
+    element: int  # in row-major order
+    lookup: Node
+    dimension: int
+    value: int
+
+
 def evaluate(
-    root: Node, env: dict[str, Any], float_type: Any = np.float64, seen: Any = True, beyond: float = np.inf
+    root: Node,
+    env: dict[str, Any],
+    float_type: Any = np.float64,
+    seen: Any = True,
+    beyond: float = np.inf,
+    wrong: list[WrongIndex] | None = None,
 ) -> Any:
     """The tree over arrays that broadcast: env maps s, b, h, i, j to them. Floats from ±`beyond` on are infinite.
 
-    Raises ArgumentError where an index is out of range at an element that is visible (`seen`).
+    Raises ArgumentError where an index is out of range at an element that is visible (`seen`): raise_first().
+    `wrong`: each lookup's is appended there instead.
     """
     values: dict[int, Any] = {}
+    found: list[WrongIndex] = [] if wrong is None else wrong
     with np.errstate(all="ignore"):
         for node, gone in steps(root):
-            value = _value(node, [values[id(a)] for a in node.args], env, float_type, seen)
+            value = _value(node, [values[id(a)] for a in node.args], env, float_type, seen, found)
             if node.kind == "float" and beyond < np.inf:
                 value = np.where(np.abs(value) >= beyond, np.copysign(np.inf, value), value)
             values[id(node)] = value
             for at in gone:
                 del values[at]
+    if wrong is None:
+        raise_first(found)
     return values[id(root)]
 
 
-def _value(node: Node, args: list[Any], env: dict[str, Any], float_type: Any, seen: Any) -> Any:
+def raise_first(wrong: list[WrongIndex]) -> None:
+    """Raises for the first element at which an index is out of range, and of several there for the first lookup."""
+    if wrong:
+        first = min(wrong, key=lambda x: x.element)
+        raise out_of_range(first.lookup, first.dimension, first.value)
+
+
+def _value(
+    node: Node, args: list[Any], env: dict[str, Any], float_type: Any, seen: Any, wrong: list[WrongIndex]
+) -> Any:
     """Returns the value of one operation, from its arguments' values."""
     kind = numpy_type(node.kind, float_type)
     match node.op:
@@ -212,19 +239,21 @@ def _value(node: Node, args: list[Any], env: dict[str, Any], float_type: Any, se
         case "number":
             return kind.type(node.value)
         case "table":
-            return _look_up(node, args, seen).astype(kind)
+            return _look_up(node, args, env, seen, wrong).astype(kind)
         case "cast":
             return OPERATIONS["cast"].numpy(args[0], kind)
     return OPERATIONS[node.op].numpy(*args)
 
 
-def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
+def _look_up(node: Node, index: list[Any], env: dict[str, Any], seen: Any, wrong: list[WrongIndex]) -> Any:
     array = node.value.host()
     inside = [np.clip(x, 0, max(n - 1, 0)) for x, n in zip(index, array.shape, strict=True)]
     for at, (x, y, n) in enumerate(zip(index, inside, array.shape, strict=True)):
-        x, wrong = np.broadcast_arrays(x, (np.asarray(x != y) | (n == 0)) & seen)
-        if wrong.any():
-            raise out_of_range(node, at, int(x[wrong][0]))
+        bad = (np.asarray(x != y) | (n == 0)) & seen
+        if bad.any():
+            bad, x, *_ = np.broadcast_arrays(bad, x, *env.values())
+            first = int(bad.argmax())
+            wrong.append(WrongIndex(first, node, at, int(x.flat[first])))
     return (
         array[tuple(inside)]
         if array.size
@@ -255,7 +284,7 @@ def rounding_error(root: Node, env: dict[str, Any], s_error: Any, unit: float) -
         for node, gone in steps(root):
             v = [value[id(a)] for a in node.args]
             e = [error[id(a)] for a in node.args]
-            y = _value(node, v, env, np.float64, False)
+            y = _value(node, v, env, np.float64, False, [])
             rule = OPERATIONS.get(node.op)
             if rule is None:  # a leaf
                 off, units = (s_error, 0) if node.value == "s" else (0.0, int(node.op != "symbol"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array import describe
-from ..expressions.tree import evaluate
+from ..expressions.tree import WrongIndex, evaluate, raise_first
 from ..problem.build import from_arrays
 from ..problem.gradients import Asked, Given, asked
 from ..problem.philox import kept
@@ -125,7 +125,11 @@ class Head:
             number = np.float64 if p.dtype == "float64" else np.float32  # comparisons decide as they do in the kernel
             mask = evaluate(p.mask.root, self.env, number, seen=False)
             self.visible = self.visible & mask
-            evaluate(p.mask.root, self.env, number, seen=self.visible)
+            wrong: list[WrongIndex] = []
+            evaluate(p.mask.root, self.env, number, seen=self.visible, wrong=wrong)
+            if wrong:
+                self._evaluate_score(self.products(), wrong)
+                raise_first(wrong)
         self.factors: np.ndarray | None = None  # what dropout multiplies weights by
         if p.dropout:
             self.factors = kept(p.dropout, p.seed, item, head, i, j) / p.dropout_divisor
@@ -139,12 +143,15 @@ class Head:
 
     def scores(self, s: np.ndarray | None = None) -> np.ndarray:
         """[q_len, k_len]: scaled, and through the score expression."""
-        s = self.products() if s is None else s
+        return self._evaluate_score(self.products() if s is None else s)
+
+    def _evaluate_score(self, s: np.ndarray, wrong: list[WrongIndex] | None = None) -> np.ndarray:
+        """Returns what the score expression makes of `s`; `wrong` as in evaluate()."""
         if self.problem.score is None:
             return s
-        return np.broadcast_to(
-            evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible, beyond=self.beyond), s.shape
-        )
+        env = self.env | {"s": s}
+        value = evaluate(self.problem.score.root, env, seen=self.visible, beyond=self.beyond, wrong=wrong)
+        return np.broadcast_to(value, s.shape)
 
     def add_sink(self, score: np.ndarray) -> np.ndarray:
         """A sink is one more key, of a score given, that every query sees and whose value is zeros."""

@@ -339,7 +339,8 @@ def test_families_of_cpus(vendor, family, flags, found, monkeypatch):
 def test_which_unit_a_family_takes(family, flags, unit, monkeypatch):
     """SPEEDLIGHT_ISA still insists."""
     monkeypatch.setattr(machine, "cpu_family", lambda: family)
-    monkeypatch.setattr(machine, "host_isas", lambda: tuple(machine.isa_named(name) for name in flags.split()))
+    for units in ("host_isas", "runnable_isas"):
+        monkeypatch.setattr(machine, units, lambda: tuple(machine.isa_named(name) for name in flags.split()))
     choose = machine._chosen_isa.__wrapped__
     assert choose("").name == unit
     assert [choose(name).name for name in flags.split()] == flags.split()

@@ -296,7 +296,7 @@ class _Task(Work):
             if parts.expression is not None:
                 q_head = self.head * self.group + r % self.group
                 where = (start + a.k_start, count, limit, clear, self.item.index, q_head, self.position(r))
-                k.call(parts.expression, k.p["a"], row, *where)
+                k.call(parts.expression, k.p["a"], self.scratch, row, *where)
             ahead = r * (64 * TILE) + self.s.fetching.cache_bytes
             alpha = k.at(self.alpha, r * 8)
             gone = k.call(parts.weigh, row, state, alpha, limit, count, c, self.v_places, a.v_row, ahead)

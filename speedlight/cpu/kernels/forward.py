@@ -283,7 +283,7 @@ class _Task(PanelWork):
             where = (position, start, high, self.item.index, masked, full, self.fetch)
             hides = k.const(1, I1) if s.program.score is not None else (masked > 0) | (full < high)
             with k.when(hides):
-                k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *where)
+                k.call(parts.expression, k.p["a"], self.scratch, self.scratch, check, lanes, limits, *where)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
         unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
         if parts.drop is not None:

@@ -220,7 +220,8 @@ class PairWork(PanelWork):
         if parts.expression is not None:
             with k.when(k.const(1, I1) if s.program.score is not None else clear < count):
                 ends = k.i64(0), clear
-                k.call(parts.expression, k.p["a"], scores, check, lanes, limits, *where[:-1], *ends, self.fetch)
+                place = (scores, check, lanes, limits, *where[:-1], *ends)
+                k.call(parts.expression, k.p["a"], self.scratch, *place, self.fetch)
         factors = (self.part("factors"), count * s.vectors)
         if parts.factors is not None:
             numbers = (position, count, index, self.a.seed, self.a.drop_below, self._number(self.a.drop_factor))

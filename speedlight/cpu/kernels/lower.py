@@ -18,6 +18,7 @@ from ..language.functions import FUNCTIONS, like
 from ..language.lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
 from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
+from ..memory.records import WRONG
 from ..memory.records import field as field_at
 from ..memory.shape import Shape
 
@@ -285,14 +286,15 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     [clear, full).
 
     `lanes` holds the position and then the head of every lane; `limits` as in softmax_tile. With a score, `check` is as
-    from score_tile, of the keys that the mask shows. An index out of range at a visible key is noted in `wrong`: per
-    lookup and dimension, a flag and one such index.
+    from score_tile, of the keys that the mask shows. An index out of range at a visible key is noted in `wrong`, of the
+    worker whose `scratch` this is.
     """
-    words = "a* scores* check* lanes* limits* first start n_keys batch clear full ahead*"
+    words = "a* scratch* scores* check* lanes* limits* first start n_keys batch clear full ahead*"
+    notes = module.once("note_first", lambda module: note_first(module, s))
     k = module.function("expression_tile", prototype(words), special=True)
     p = k.p
     scale = scale_of(k, s)
-    numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
+    numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
     hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
     # without a score nothing happens to visible keys
     begin = k.i64(0) if program.score is not None else k.select(p["clear"] > 0, k.i64(0), p["full"])
@@ -328,7 +330,11 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 inside = k.splat(j, s.lanes) < seen
                 return inside if visible is None else inside & visible
 
-            _note_wrong(lowering, wrong, looked_at, risky, streams, m)
+            def position() -> list[Value]:
+                heads, rows = (k.load(wide, k.at(p["lanes"], lane), n * s.panel * 8) for n in (1, 0))
+                return [heads, rows, k.splat(p["first"] + j, s.lanes)]
+
+            _note_wrong(lowering, notes, position, looked_at, risky, streams, m)
             k.store(x, row, at)
             if program.score is not None:
                 top.set(k.max(x, top.get()))
@@ -351,10 +357,11 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
 
     `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
     """
-    words = "a* scores* first count limit clear batch head position"
+    words = "a* scratch* scores* first count limit clear batch head position"
+    notes = module.once("note_first", lambda module: note_first(module, s))
     k = module.function("expression_row", prototype(words), special=True)
     p, n = k.p, s.lanes
-    numbers, tables, wrong = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables", "wrong"))
+    numbers, tables = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables"))
     scale = scale_of(k, s)
     lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
     env = {"b": lowering.integer(p["batch"]), "i": lowering.integer(p["position"]), "h": lowering.integer(p["head"])}
@@ -373,7 +380,11 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
         if program.mask is not None:
             visible = lowering.vector(lowering.value(program.mask, now, values)) | (lanes < k.splat(p["clear"], n))
             x, seen = k.select(visible, x, k.const(float("-inf"), s.vector)), seen & visible
-        _note_wrong(lowering, wrong, lambda: seen, risky, [], j)
+
+        def position() -> list[Value]:
+            return [k.splat(p["head"], n), k.splat(p["position"], n), k.splat(p["first"], n) + lanes]
+
+        _note_wrong(lowering, notes, position, lambda: seen, risky, [], j)
         k.store(x, p["scores"], j * s.number_bytes)
     return k.finish()
 
@@ -389,7 +400,8 @@ def _any(lowering: Lowering, conditions: list[Value]) -> Value | None:
 
 def _note_wrong(
     lowering: Lowering,
-    wrong: Value,
+    notes: Any,
+    position: Callable[[], list[Value]],
     seen: Callable[[], Value],
     invariant: Value | None,
     streams: list[Stream],
@@ -397,6 +409,7 @@ def _note_wrong(
 ) -> None:
     """Writes down indices that are out of range at a key that a lane sees; m: the key's index in its streams.
 
+    `notes`: note_first(). `position`: the head, query position and key position of every lane.
     `invariant`: whether any index that is the same for every key is out of range.
     """
     k, program = lowering.k, lowering.program
@@ -408,7 +421,7 @@ def _note_wrong(
             with k.when(stream.risky.get()):
                 index = stream.index(m)
                 _, bad = clamped(k, stream.at, d, index)
-                _note(lowering, wrong, n, bad, index, seen())
+                _note(lowering, notes, n, bad, index, position, seen())
         elif stream is not None or not node.uses & OF_KEYS:
             fixed.append((n, *lowering.wrong[id(node), d]))
         else:
@@ -417,13 +430,47 @@ def _note_wrong(
         if any_bad is not None and lookups:
             with k.when(any_bad):
                 for n, bad, index in lookups:
-                    _note(lowering, wrong, n, bad, index, seen())
+                    _note(lowering, notes, n, bad, index, position, seen())
 
 
-def _note(lowering: Lowering, wrong: Value, n: int, bad: Value, index: Value, seen: Value) -> None:
+def _note(
+    lowering: Lowering, notes: Any, n: int, bad: Value, index: Value, position: Callable[[], list[Value]], seen: Value
+) -> None:
+    """Calls note_first() for lookup `n`, where `bad` holds in a lane that sees the key."""
     k, s = lowering.k, lowering.s
     bad = lowering.vector(bad) & seen
-    with k.when(k.any(bad)):
-        worst = k.select(bad, lowering.vector(index), k.const(-(1 << 63), vec(I64, s.lanes)))
-        k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
-        k.store(k.i64(1), wrong, 16 * n)
+    with k.when(k.any(bad), likely=False):  # and registers are not kept free for it
+        lanes = k.zext(bad, vec(I64, s.lanes))
+        k.call(notes, k.p["a"], k.p["scratch"], k.p["batch"], *position(), k.i64(n), lowering.vector(index), lanes)
+
+
+def note_first(module: Any, s: Shape) -> Any:
+    """Notes the first of the lanes that are bad, in the order of positions, unless the worker met an earlier one."""
+    wide = vec(I64, s.lanes)
+    types = prototype("a* scratch* b h i j lookup index bad", h=wide, i=wide, j=wide, index=wide, bad=wide)
+    k = module.function("note_first", types, special=True)
+    p, lanes = k.p, s.lanes
+    bad = p["bad"].differs(0)
+    place = []
+    for name in "hij":
+        least = reduced(k, "smin", k.select(bad, p[name], k.const(INT_MAX, wide)), lanes)
+        bad = bad & p[name].equals(k.splat(least, lanes))
+        place.append(least)
+    index = reduced(k, "smax", k.select(bad, p["index"], k.const(INT_MIN, wide)), lanes)
+    base, stride = (k.load(I64, p["a"], field_at(x)) for x in ("scratch", "scratch_stride"))
+    worker = (Value(k, k.b.ptrtoint(p["scratch"].x, I64)) - base) // stride
+    note = k.at(k.load(PTR, p["a"], field_at("wrong")), worker * WRONG.bytes)
+    found = {"b": p["b"], **dict(zip("hij", place, strict=True)), "lookup": p["lookup"]}
+    earlier = k.const(0, I1)
+    for name, x in reversed(found.items()):
+        known = k.load(I64, note, WRONG.offset(name))
+        earlier = (x < known) | (x.equals(known) & earlier)
+    with k.when(earlier | k.load(I64, note, WRONG.offset("noted")).equals(0)):
+        for name, x in {"noted": k.i64(1), "index": index, **found}.items():
+            k.store(x, note, WRONG.offset(name))
+    return k.finish()
+
+
+def reduced(k: Function, name: str, x: Value, lanes: int) -> Value:
+    """Returns the least ("smin") or greatest ("smax") of a vector's 64-bit integers."""
+    return k.intrinsic(f"llvm.vector.reduce.{name}.v{lanes}i64", I64, x)

@@ -32,7 +32,7 @@ from ..memory.forms import (
     WATCHED,
     at_tensor,
 )  # fmt: skip
-from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, NUMBERS, RUN, SCRATCH, TABLES
+from ..memory.records import APPEND, CALL, ITEM, KEYS, LIMIT, NEW, NUMBERS, RUN, SCRATCH, TABLES, WRONG
 from .replay_matching import Body, matches_of
 from .task import call_at
 
@@ -90,7 +90,7 @@ def _packs(module: Module) -> Any:
     with k.range(0, groups) as i:
         k.store(k.i64(0), part("arrived"), i * 8)
     with k.range(0, of_form("wrong")) as i:
-        k.store(k.i64(0), part("wrong"), i * 8)
+        k.store(k.i64(0), part("wrong"), i * WRONG.bytes + WRONG.offset("noted"))
     keys, scratch = word(1, 3), address(part("scratch"))
     k.store(scratch, words, 8 * SCRATCH)
     arrived = k.select(groups > 0, address(part("arrived")), k.i64(0))
@@ -188,7 +188,7 @@ class _Repeat:
         self._run(threads)
         room, wrong = k.load(PTR, block, BLOCK.offset("room")), k.variable(k.i64(0))
         with k.range(0, k.load(I64, form, FORM.offset("wrong"))) as i:
-            wrong.set(wrong.get() | k.load(I64, k.at(room, ROOM_AT["wrong"]), i * 8))
+            wrong.set(wrong.get() | k.load(I64, k.at(room, ROOM_AT["wrong"]), i * WRONG.bytes + WRONG.offset("noted")))
         with k.when(wrong.get().differs(0)):  # Python computes it once more, and raises
             body.calling(block, "Py_DecRef", out, returns=VOID)
         body.require(wrong.get().equals(0))

@@ -439,8 +439,8 @@ class Function:
         self.b.branch(body)
         self.b.position_at_end(end)
 
-    def when(self, condition: Value) -> contextlib.AbstractContextManager[Any]:
-        return self.b.if_then(condition.x)
+    def when(self, condition: Value, *, likely: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+        return self.b.if_then(condition.x, likely)
 
     def either(self, condition: Value) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
         return self.b.if_else(condition.x)

@@ -55,7 +55,7 @@ PARTS = {
     "numbers": 512,
     "put": 4096,
     "arrived": 8192,
-    "wrong": 256,
+    "wrong": 16384,
     "scratch": 8 << 20,
 }
 ROOM_AT = dict(zip(PARTS, [sum(list(PARTS.values())[:n]) for n in range(len(PARTS))], strict=True))

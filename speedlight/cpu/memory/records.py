@@ -95,6 +95,9 @@ BLOCK_OF = Record("item", "head", "step", "share", "turn")
 SHARE_OF = Record("at", "bytes", "number")
 SUM_OF = Record("at", "number")  # of a lookup, likewise, in one share
 
+# of a worker: the first index out of range that it met, in the order of positions; `lookup`: its number in lookups
+WRONG = Record("noted", "b", "h", "i", "j", "lookup", "index", "pad7")
+
 # what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
 COUNTS = Record("full", "mixed", "panel_keys")
 

@@ -18,7 +18,7 @@ from ...expressions.program import LENGTHS, STRIDES, TABLE_WORDS, Program
 from ...expressions.tree import Node, out_of_range
 from ...host.shortcuts import address_of
 from ...host.tunings import Threading
-from ..memory.records import CALL, SCRATCH, Record
+from ..memory.records import CALL, SCRATCH, WRONG, Record
 from .compile import Kernel, kernel_of
 from .workers import run_alone, run_tickets
 
@@ -195,7 +195,7 @@ class Launch:
             if self.groups:
                 arrived = (ctypes.c_int64 * self.groups)()
             if self.lookups:
-                wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
+                wrong = (ctypes.c_int64 * (len(WRONG.names) * self.threads))()
             words[SCRATCH] = at
             words[CALL] = (
                 *call, at + self.partials_at, ctypes.addressof(arrived) if arrived else 0,
@@ -209,7 +209,8 @@ class Launch:
                 self.run(words, threads)
         finally:
             give_scratch(scratch)
-        raise_wrong(self.lookups, wrong)
+        if wrong:
+            raise_wrong(self.lookups, wrong)
 
 
 def _end_of(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -231,10 +232,15 @@ def template_of(record: Record, words: dict[str, int]) -> bytes:
 
 
 def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
-    """Raises the first of the indices that kernels have noted as out of range."""
-    for n, (node, dimension) in enumerate(lookups):
-        if wrong[2 * n]:
-            raise out_of_range(node, dimension, wrong[2 * n + 1])
+    """Raises the first, in the order of positions, of the indices that workers have noted as out of range."""
+    size = len(WRONG.names)
+    noted = wrong[WRONG.word("noted") :: size]
+    if not any(noted):
+        return
+    notes = [wrong[n * size : (n + 1) * size] for n, is_noted in enumerate(noted) if is_noted]
+    first = min(notes, key=lambda note: note[WRONG.word("b") : WRONG.word("lookup") + 1])
+    node, dimension = lookups[first[WRONG.word("lookup")]]
+    raise out_of_range(node, dimension, first[WRONG.word("index")])
 
 
 # --- scratch

@@ -38,7 +38,7 @@ from ..memory.forms import (
     TUPLE_ITEMS,
     WATCHED,
 )  # fmt: skip
-from ..memory.records import ITEM
+from ..memory.records import ITEM, WRONG
 from . import workers
 from .compile import lock, objects_of, symbol_of
 from .launch import take_pages
@@ -267,7 +267,7 @@ def _make_form(
         "items": call.items_at, "item_count": call.items.size // len(ITEM), "slot": -1,
         "kernel": kernel.address, "tickets": launch.tickets, "threads": 1 if launch.inline else launch.threads,
         "inline_below": call.inline_keys, "groups": launch.groups, "partials": launch.partials_at,
-        "wrong": 2 * len(launch.lookups),
+        "wrong": launch.threads if launch.lookups else 0,
         "counts": call.counts_at, "seed": 0,
     }  # fmt: skip
     words |= more | {f"option{n}": id(x) for n, x in enumerate(options)}
@@ -301,7 +301,7 @@ def _make_form(
         "words": len(launch.template), "put": len(stored or ()), "items": call.items.nbytes,
         "tables": 8 * len(tables or ()), "numbers": 0 if numbers is None else numbers.nbytes,
         "arrived": 8 * launch.groups,
-        "wrong": 16 * len(launch.lookups), "scratch": launch.scratch_bytes,
+        "wrong": WRONG.bytes * words["wrong"], "scratch": launch.scratch_bytes,
     }  # fmt: skip
     if any([needs[part] > PARTS[part] for part in PARTS]):
         return None

@@ -180,7 +180,7 @@ def test_empty_tiles_are_skipped(rng):
 def test_index_out_of_range_is_an_error(isa, rng):
     q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
     short = sl.table(np.arange(50.0), "short")
-    with pytest.raises(sl.ArgumentError, match="short: expected index 1 from 0 to 49 where the key is visible; got 59"):
+    with pytest.raises(sl.ArgumentError, match="short: expected index 1 from 0 to 49 where the key is visible; got 50"):
         sl.attention(q, k, v, score=lambda s, b, h, i, j: s + short[j])
     bounded = sl.attention(q, k, v, score=lambda s, b, h, i, j: s + short[j], mask=lambda b, h, i, j: j < 50)
     assert np.isfinite(bounded).all()
