@@ -108,9 +108,28 @@ def dot_product_attention(
         return_residual,
         tuple(rest),
     )
-    results = _compiled(call, q, k, v, rest)
+    results = _compiled(call, *_vary((q, k, v, rest)))
     out = results[0].reshape(shape)
     return (out, jax.lax.stop_gradient(results[1]).reshape(shape[:-1])) if return_residual else out
+
+
+def _vary(operands: Any) -> Any:
+    """Marks operands as varying over all mesh axes of shard_map that one of them varies over."""
+    axes = {axis: None for x in jax.tree.leaves(operands) for axis in _varying(x)}
+
+    def vary(x: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in _varying(x))
+        if not missing:
+            return x
+        return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+
+    return jax.tree.map(vary, operands)
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    """Returns the mesh axes of shard_map over which an array varies, as its type says."""
+    kind = jax.typeof(x)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 
 
 class _Call(NamedTuple):
@@ -143,16 +162,21 @@ def _attend(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
 
 
 def _forward(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
-    batch, rows, heads, _ = q.shape
-    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    if call.residual:
-        results.append(jax.ShapeDtypeStruct((batch, rows, heads), k.dtype))
-    if call.grads:
-        results.append(jax.ShapeDtypeStruct((batch, heads, rows), _lse_dtype(q)))
+    results = jax.eval_shape(functools.partial(_like_results, call), q, k)
     operands = [rest[name] for name in call.rest]
     return jax.ffi.ffi_call("speedlight_attention", results, vmap_method="expand_dims")(
         q, k, v, *operands, text=call.text()
     )
+
+
+def _like_results(call: _Call, q: Any, k: Any) -> list[Any]:
+    each_row = q.max(-1)
+    results = [q]
+    if call.residual:
+        results.append(each_row.astype(k.dtype))
+    if call.grads:
+        results.append(each_row.swapaxes(1, 2).astype(_lse_dtype(q)))
+    return results
 
 
 def _forward_kept(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -167,9 +191,10 @@ def _backward(call: _Call, kept: Any, flows: list[Any]) -> tuple[Any, ...]:
     d_out = flows[0]
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    like = [q, k, v]
     if followed is not None:
-        results.append(jax.ShapeDtypeStruct(rest["bias"].shape, rest["bias"].dtype))
+        like.append(rest["bias"])
+    results = jax.eval_shape(lambda like: like, like)
     operands = [rest[name] for name in call.rest]
     text = call._replace(grads=followed is not None).text()
     dq, dk, dv, *d_bias = jax.ffi.ffi_call("speedlight_attention_backward", results, vmap_method="expand_dims")(
