@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,12 +143,13 @@ def _attend(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
 
 
 def _forward(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
-    batch, rows, heads, _ = q.shape
-    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    each_row = jax.make_jaxpr(lambda q: jax.lax.reduce_max(q, (3,)))(q).out_avals[0]
+    each_head = jax.make_jaxpr(lambda q: jax.lax.reduce_max(q, (3,)).swapaxes(1, 2))(q).out_avals[0]
+    results = [_type_of(q)]
     if call.residual:
-        results.append(jax.ShapeDtypeStruct((batch, rows, heads), k.dtype))
+        results.append(each_row.update(dtype=k.dtype, weak_type=False))
     if call.grads:
-        results.append(jax.ShapeDtypeStruct((batch, heads, rows), _lse_dtype(q)))
+        results.append(each_head.update(dtype=_lse_bits(q.dtype), weak_type=False))
     operands = [rest[name] for name in call.rest]
     return jax.ffi.ffi_call("speedlight_attention", results, vmap_method="expand_dims")(
         q, k, v, *operands, text=call.text()
@@ -167,9 +168,9 @@ def _backward(call: _Call, kept: Any, flows: list[Any]) -> tuple[Any, ...]:
     d_out = flows[0]
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    results = [_type_of(x) for x in (q, k, v)]
     if followed is not None:
-        results.append(jax.ShapeDtypeStruct(rest["bias"].shape, rest["bias"].dtype))
+        results.append(_type_of(rest["bias"]))
     operands = [rest[name] for name in call.rest]
     text = call._replace(grads=followed is not None).text()
     dq, dk, dv, *d_bias = jax.ffi.ffi_call("speedlight_attention_backward", results, vmap_method="expand_dims")(
@@ -179,7 +180,51 @@ def _backward(call: _Call, kept: Any, flows: list[Any]) -> tuple[Any, ...]:
 
 
 _attend.defvjp(_forward_kept, _backward, symbolic_zeros=True)
-_compiled: Any = jax.jit(_attend, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled(call: _Call, *operands: Any) -> Any:
+    _check_partitioner()
+    return _attend(call, *_vary(operands))
+
+
+# --- what a result's type says of shard_map's mesh axes
+
+
+def _type_of(x: Any) -> Any:
+    """Returns the type of a result that is like x; the mesh axes over which it varies are part of it."""
+    return jax.typeof(x).update(dtype=x.dtype, weak_type=False)
+
+
+def _vary(operands: Any) -> Any:
+    """Marks operands as varying over every mesh axis that one varies over; JAX then sums gradients of shared ones."""
+    axes = dict.fromkeys(axis for x in jax.tree.leaves(operands) for axis in _varying_axes(x))
+
+    def vary(x: Any) -> Any:
+        own = _varying_axes(x)
+        missing = tuple(axis for axis in axes if axis not in own)
+        if not missing:
+            return x
+        return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+
+    return jax.tree.map(vary, operands)
+
+
+def _varying_axes(x: Any) -> frozenset[Any]:
+    """Returns the mesh axes over which an array's type says that it varies; none without shard_map's check."""
+    kind = jax.typeof(x)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+
+def _check_partitioner() -> None:
+    """Raises where GSPMD, the partitioner of JAX 0.6, would end the process."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    manual = [kind == jax.sharding.AxisType.Manual for kind in kinds]
+    if any(manual) and not all(manual) and not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        raise UnsupportedError(
+            "query: expected a shard_map over all axes of its mesh, or the partitioner Shardy; got one over some axes "
+            "and GSPMD. Use jax.config.update('jax_use_shardy_partitioner', True), or JAX 0.7 or newer."
+        )
 
 
 # --- what XLA calls
@@ -269,7 +314,7 @@ def _run(operands: list[np.ndarray], results: list[np.ndarray], text: bytes) -> 
         with np.errstate(all="ignore"):
             results[1][...] = logs.astype(results[1].dtype).reshape(results[1].shape)
     if call.grads:
-        results[-1][...] = settled.reshape(results[-1].shape)
+        results[-1][...] = settled.reshape(results[-1].shape).view(results[-1].dtype)
 
 
 def _settle(given: _Given, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
@@ -294,6 +339,7 @@ def _run_backward(operands: list[np.ndarray], results: list[np.ndarray], text: b
     lead = results[0].shape[:-4]
     given = _fold_operands(call, operands[:-3], lead, share=not call.grads)
     out, lse, d_out = (_fold(x, lead, x.shape[len(lead)]) for x in operands[-3:])
+    lse = lse.view(_lse_dtype(given.q.dtype))
     q, k, v = given.q, given.k, given.v
     grads: Any = (given.bias,) if call.grads else ()
     found: Any = attention_backward(q, k, v, out, lse, d_out, grads=grads, **given.options())
@@ -357,8 +403,14 @@ def _check_arrays(q: Any, k: Any, v: Any) -> None:
         raise ArgumentError(f"key: expected at least one key, and a dim of at least 1; got {k.shape}.")
 
 
-def _lse_dtype(q: Any) -> Any:
-    return np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+def _lse_dtype(dtype: Any) -> Any:
+    """Returns the type of log-sum-exps, and of scores, for a type of queries."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _lse_bits(dtype: Any) -> Any:
+    """Returns integers as wide as log-sum-exps: jax_debug_infs would refuse the -inf of a row without keys."""
+    return np.dtype(f"int{8 * _lse_dtype(dtype).itemsize}")
 
 
 def _check_dense(name: str, x: Any, q: Any, k: Any) -> Any:
@@ -376,7 +428,7 @@ def _check_dense(name: str, x: Any, q: Any, k: Any) -> Any:
         raise ArgumentError(
             f"{name}: expected a shape that broadcasts to (batch, heads, T, S) = {whole}; got {x.shape}."
         )
-    return x.reshape(shape) if name == "mask" else x.reshape(shape).astype(_lse_dtype(q))
+    return x.reshape(shape) if name == "mask" else x.reshape(shape).astype(_lse_dtype(q.dtype))
 
 
 def _check_lengths(name: str, x: Any, batch: int) -> Any:
