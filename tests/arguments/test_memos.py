@@ -72,25 +72,20 @@ def test_every_option_has_pairs():
 def test_calls_that_differ_in_one_thing(door, forget):
     """A, B, A: each time what it gives where nothing is remembered; that is within the bound of the specification."""
     memory, fresh = Memory(), {}
-
-    def anew(case: Case) -> Any:
-        name = name_of(case)
-        if name not in fresh:
-            forget()
-            is_checked = FULL or len(fresh) % CHECKED == 0
-            fresh[name] = outcome(memory, door, case, DOORS[door].check if is_checked else None)
-        return fresh[name]
-
-    pairs = list(pairs_of(DOORS[door], twins=FULL or door == "arrays"))
-    for pair in pairs:
-        anew(pair.first), anew(pair.second)
+    pairs = list(pairs_of(DOORS[door], whole=FULL or door == "arrays"))
+    names = [(name_of(pair.first), name_of(pair.second)) for pair in pairs]
+    for pair, of_pair in zip(pairs, names, strict=True):
+        for name, case in zip(of_pair, pair[1:], strict=True):
+            if name not in fresh:
+                forget()
+                is_checked = FULL or len(fresh) % CHECKED == 0
+                fresh[name] = outcome(memory, door, case, DOORS[door].check if is_checked else None)
     forget()
-    last, ran = None, 0
-    for what, first, second in pairs:
-        cases = {"A": first, "B": second}
-        turns = LEARNED[1] if name_of(first) == last else "".join(LEARNED)
+    last = None
+    for (what, *cases), of_pair in zip(pairs, names, strict=True):
+        turns = LEARNED[1] if of_pair[0] == last else "".join(LEARNED)
         for turn in turns:
-            assert outcome(memory, door, cases[turn]) == fresh[name_of(cases[turn])], f"{what}: {turn} of {turns}"
-        last = name_of(first)
-        ran += isinstance(fresh[name_of(second)], list)
-    assert ran > len(pairs) // 5
+            which = "AB".index(turn)
+            assert outcome(memory, door, cases[which]) == fresh[of_pair[which]], f"{what}: {turn} of {turns}"
+        last = of_pair[0]
+    assert sum([isinstance(fresh[second], list) for _, second in names]) > len(pairs) // 5

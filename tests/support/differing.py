@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from speedlight import reference
 from speedlight.host.machine import current_isa, host_isas
 
 Case = dict[str, Any]
-NUMBERS, MARGIN = 1 << 16, 1 << 12  # in an array's memory, and before its first: a stale stride still leads inside
+NUMBERS, MARGIN = 1 << 15, 1 << 11  # in an array's memory, and before its first: a stale stride still leads inside
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Lie:
     def apart(self, written: bool = False) -> Iterator[tuple[str, Lie]]:
         """Yields it with another stride, size or dtype. `written`: it may not overlap itself."""
         for axis, step in enumerate(self.steps):
-            yield f"stride {axis}", self.stepped(axis, step * 100 if written else step + 1)
+            yield f"stride {axis}", self.stepped(axis, math.prod(self.shape) if written else step + 1)
         for axis, size in enumerate(self.shape):
             yield f"size {axis}", self.sized(axis, size - 1)
         yield "one more dimension", replace(self, shape=(1, *self.shape), steps=(1, *self.steps))
@@ -76,10 +77,12 @@ class Memory:
         assert sum([max(0, n - 1) * step for n, step in zip(lie.shape, lie.steps, strict=True)]) < NUMBERS - 2 * MARGIN
         key = name, lie.dtype, lie.numbers, kind, self.turn % 2
         numbers = self.known.get(key)
-        if numbers is None or name.startswith("out"):
+        if numbers is None:
             drawn = np.random.default_rng([*map(ord, name), lie.numbers]).standard_normal(NUMBERS)
             numbers = (drawn > -0.7 if lie.dtype == "bool" else drawn).astype(numpy_dtype(lie.dtype))
             self.known[key] = numbers = torch.from_numpy(numbers) if kind == "torch" else numbers
+        if name.startswith("out"):
+            numbers = numbers.clone() if kind == "torch" else numbers.copy()
         if kind == "torch":
             x = numbers.as_strided(lie.shape, lie.steps, MARGIN)
             return x.requires_grad_(lie.grad and x.is_floating_point())
@@ -179,8 +182,8 @@ class Pair(NamedTuple):
     second: Case
 
 
-def pairs_of(door: Door, *, twins: bool) -> Iterator[Pair]:
-    """Yields pairs for all that a door's calls may differ in."""
+def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
+    """Yields pairs for all that a door's calls may differ in; if not `whole`, one for each option."""
     base = door.base
     for name, x in base.items():
         if isinstance(x, Lie):
@@ -197,16 +200,13 @@ def pairs_of(door: Door, *, twins: bool) -> Iterator[Pair]:
         yield Pair(f"all {dtype}", base, base | arrays)
         yield Pair(f"k, v {dtype}", base, base | {n: x for n, x in arrays.items() if n in ("k", "v")})
     for name in sorted(door.options):
-        for values, beside in OPTIONS[name]:
+        for values, beside in OPTIONS[name] if whole else OPTIONS[name][:1]:
             given = base | beside
-            for a, b in itertools.pairwise(values):
+            for a, b in itertools.pairwise(values if whole else values[:2]):
                 yield Pair(f"{name}: {a}, {b}", given | {name: a}, given | {name: b})
-            for a in values:
-                for what, b in a.apart() if isinstance(a, Lie) else ():
-                    yield Pair(f"{name}: {what}", given | {name: a}, given | {name: b})
-            for a in values if twins else ():
-                for b in twins_of(a):
-                    yield Pair(f"{name}: {a!r}, {b!r}", given | {name: a}, given | {name: b})
+            for a in values if whole else ():
+                for what, b in a.apart() if isinstance(a, Lie) else [(repr(x), x) for x in twins_of(a)]:
+                    yield Pair(f"{name}: {a}, {what}", given | {name: a}, given | {name: b})
     for a, b in door.more:
         yield Pair(f"{a}, {b}", base | a, base | b)
     units = [x.name for x in host_isas()]
