@@ -28,7 +28,7 @@ from speedlight import reference
 from speedlight.host.machine import current_isa, host_isas
 
 Case = dict[str, Any]
-NUMBERS, MARGIN = 1 << 15, 1 << 11  # in an array's memory, and before its first: a stale stride still leads inside
+NUMBERS, MARGIN = 1 << 16, 1 << 11  # in an array's memory, and before its first: a stale stride still leads inside
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
             for what, other in x.apart(name.startswith("out")):
                 yield Pair(f"{name}: {what}", base, base | {name: other})
     for size, places in door.sizes.items():
-        for more in (-1, 1, 2, -2, *([1100] if size == "k_len" else [])):
+        for more in (-1, 1, 2, -2, *([3000] if size == "k_len" else [])):
             other = {
                 name: base[name].sized(axis, base[name].shape[axis] + more) for name, axis in places if base.get(name)
             }
@@ -441,20 +441,20 @@ SIZES = {
     "value_dim": (("v", 3), ("out", 3)),
 }
 DENSE: Case = {
-    "q": Lie.of(2, 4, 4, 8),
-    "k": Lie.of(2, 2, 9, 8),
-    "v": Lie.of(2, 2, 9, 8),
+    "q": Lie.of(2, 4, 4, 16),
+    "k": Lie.of(2, 2, 9, 16),
+    "v": Lie.of(2, 2, 9, 16),
     "out": None,
     "return_lse": False,
     "kind": "numpy",
     "records": False,
 }
 TENSORS = DENSE | {"kind": "torch"}
-WITH_OUT = DENSE | {"out": Lie.of(2, 4, 4, 8)}
+WITH_OUT = DENSE | {"out": Lie.of(2, 4, 4, 16)}
 PACKED = DENSE | {
-    "q": Lie.of(6, 4, 8),
-    "k": Lie.of(9, 2, 8),
-    "v": Lie.of(9, 2, 8),
+    "q": Lie.of(6, 4, 16),
+    "k": Lie.of(9, 2, 16),
+    "v": Lie.of(9, 2, 16),
     "layout": "lhd",
     "cu_seqlens_q": [0, 4, 6],
     "cu_seqlens_k": [0, 5, 9],
@@ -463,14 +463,14 @@ RECORDED = {
     "kind": "torch",
     "records": True,
     "return_lse": False,
-    "q": replace(Lie.of(2, 4, 4, 8), grad=True),
-    "k": Lie.of(2, 2, 9, 8),
-    "v": Lie.of(2, 2, 9, 8),
+    "q": replace(Lie.of(2, 4, 4, 16), grad=True),
+    "k": Lie.of(2, 2, 9, 16),
+    "v": Lie.of(2, 2, 9, 16),
 }
 BACK = DENSE | {
-    "out": Lie.of(2, 4, 4, 8),
+    "out": Lie.of(2, 4, 4, 16),
     "lse": Lie.of(2, 4, 4),
-    "d_out": Lie.of(2, 4, 4, 8),
+    "d_out": Lie.of(2, 4, 4, 16),
     "d_lse": None,
     "grads": (),
 }
@@ -484,23 +484,23 @@ BACK_SIZES = {
     "head_dim": SIZES["head_dim"],
     "value_dim": (*SIZES["value_dim"], ("d_out", 3)),
 }
-PAGED = DENSE | {"k": Lie.of(5, 3, 2, 8), "v": Lie.of(5, 3, 2, 8), "table": PAGES, "lengths_of": [9, 5]}
+PAGED = DENSE | {"k": Lie.of(5, 3, 2, 16), "v": Lie.of(5, 3, 2, 16), "table": PAGES, "lengths_of": [9, 5]}
 PAGED_SIZES = SIZES | {
     "batch": (("q", 0), ("out", 0)),
     "kv_heads": (("k", 2), ("v", 2)),
-    "k_len": (("k", 1), ("v", 1)),
+    "page_size": (("k", 1), ("v", 1)),
     "shared": (("k", 0), ("v", 0)),
 }
 CACHE: Case = {
-    "cache": {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 8, "capacity": 40},
+    "cache": {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 16, "capacity": 40},
     "layer": 1,
     "grows": True,
-    "past_k": Lie.of(2, 2, 7, 8, numbers=1),
-    "past_v": Lie.of(2, 2, 7, 8, numbers=1),
+    "past_k": Lie.of(2, 2, 7, 16, numbers=1),
+    "past_v": Lie.of(2, 2, 7, 16, numbers=1),
     "past": None,
-    "q": Lie.of(2, 4, 2, 8),
-    "k": Lie.of(2, 2, 2, 8),
-    "v": Lie.of(2, 2, 2, 8),
+    "q": Lie.of(2, 4, 2, 16),
+    "k": Lie.of(2, 2, 2, 16),
+    "v": Lie.of(2, 2, 2, 16),
     "return_lse": False,
     "kind": "numpy",
     "records": False,
@@ -511,25 +511,25 @@ CACHE_SIZES = {
     "q_heads": (("q", 1),),
 }
 POOL: Case = {
-    "pool": {"layers": 2, "pages": 9, "page_size": 16, "kv_heads": 2, "head_dim": 8},
+    "pool": {"layers": 2, "pages": 9, "page_size": 16, "kv_heads": 2, "head_dim": 16},
     "layer": 1,
     "grows": True,
-    "past_k": Lie.of(12, 2, 8, numbers=1),
-    "past_v": Lie.of(12, 2, 8, numbers=1),
+    "past_k": Lie.of(12, 2, 16, numbers=1),
+    "past_v": Lie.of(12, 2, 16, numbers=1),
     "past": [7, 5],
     "order": [0, 1],
-    "q": Lie.of(2, 4, 8),
-    "k": Lie.of(2, 2, 8),
-    "v": Lie.of(2, 2, 8),
+    "q": Lie.of(2, 4, 16),
+    "k": Lie.of(2, 2, 16),
+    "v": Lie.of(2, 2, 16),
     "return_lse": False,
     "kind": "numpy",
 }
 POOL_SIZES = {"n_new": (("q", 0), ("k", 0), ("v", 0)), "q_heads": (("q", 1),)}
 APPENDED: Case = {
-    "out": Lie.of(5, 3, 2, 8),
-    "out_v": Lie.of(5, 3, 2, 8),
-    "k": Lie.of(2, 2, 2, 8),
-    "v": Lie.of(2, 2, 2, 8),
+    "out": Lie.of(5, 3, 2, 16),
+    "out_v": Lie.of(5, 3, 2, 16),
+    "k": Lie.of(2, 2, 2, 16),
+    "v": Lie.of(2, 2, 2, 16),
     "table": PAGES,
     "lengths_of": [3, 2],
     "new_lengths": None,
@@ -537,9 +537,9 @@ APPENDED: Case = {
     "kind": "numpy",
 }
 FLEX: Case = {
-    "q": Lie.of(2, 4, 20, 8),
-    "k": Lie.of(2, 2, 40, 8),
-    "v": Lie.of(2, 2, 40, 8),
+    "q": Lie.of(2, 4, 20, 16),
+    "k": Lie.of(2, 2, 40, 16),
+    "v": Lie.of(2, 2, 40, 16),
     "kind": "torch",
     "counts": [[[2, 3]]],
     "lists": [[[[0, 1, 2], [0, 1, 2]]]],
@@ -562,10 +562,11 @@ def parts(name: str, base: Case, *others: Case) -> tuple[tuple[Case, Case], ...]
 
 EVERY = frozenset(OPTIONS)
 LSE = changes("return_lse", False, True, 1)
-OUT = changes("out", None, Lie.of(2, 4, 4, 8), Lie.of(2, 4, 4, 8, dtype="float64"), Lie.of(2, 4, 4, 7))
+HEADS_LAST = {"k": Lie.of(2, 9, 2, 16), "v": Lie.of(2, 9, 2, 16), "layout": "blhd"}
+OUT = changes("out", None, Lie.of(2, 4, 4, 16), Lie.of(2, 4, 4, 16, dtype="float64"), Lie.of(2, 4, 4, 15))
 BIASES = {"score": [Lie.of(4, 9), Lie.of(4, 9, numbers=1)]}
 DOORS = {
-    "arrays": Door(attend, check_attention, DENSE, EVERY, SIZES, LSE + OUT),
+    "arrays": Door(attend, check_attention, DENSE, EVERY, SIZES, LSE + OUT + (({}, HEADS_LAST),)),
     "out": Door(attend, check_attention, WITH_OUT, frozenset(), SIZES, LSE),
     "packed": Door(
         attend,
@@ -574,7 +575,14 @@ DOORS = {
         frozenset(("cu_seqlens_q", "cu_seqlens_k")),
         {"tokens": (("q", 0), ("k", 0), ("v", 0))},
     ),
-    "tensors": Door(attend, check_attention, TENSORS, EVERY, SIZES, LSE + OUT + changes("records", False, True)),
+    "tensors": Door(
+        attend,
+        check_attention,
+        TENSORS,
+        EVERY,
+        SIZES,
+        LSE + OUT + (({}, HEADS_LAST),) + changes("records", False, True),
+    ),
     "autograd": Door(attend_and_back, check_attention, RECORDED, EVERY, SIZES, LSE),
     "backward": Door(
         go_back,
@@ -637,8 +645,8 @@ DOORS = {
                     ("dtype", "float64"),
                     ("dtype", "int8"),
                     ("dtype", "float16"),
-                    ("value_dim", 7),
-                    ("head_dim", 7),
+                    ("value_dim", 15),
+                    ("head_dim", 15),
                     ("batch", 1),
                     ("kv_heads", 1),
                 )
@@ -662,7 +670,7 @@ DOORS = {
         + changes("order", [0, 1], [1, 0], [0])
         + changes("new_lengths", None, [2, 0], [1, 1])
         + changes("kind", "numpy", "torch")
-        + parts("pool", POOL, {"page_size": 32}, {"pages": 10}, {"layers": 3}, {"dtype": "float64"}, {"value_dim": 7}),
+        + parts("pool", POOL, {"page_size": 32}, {"pages": 10}, {"layers": 3}, {"dtype": "float64"}, {"value_dim": 15}),
     ),
     "append_paged": Door(
         append_paged,
@@ -678,7 +686,7 @@ DOORS = {
     "rotary": Door(
         rotate,
         None,
-        {"x": Lie.of(2, 3, 4, 8), "kind": "numpy"},
+        {"x": Lie.of(2, 3, 4, 16), "kind": "numpy"},
         frozenset(),
         {},
         changes("positions", 0, 1, True, 0.0, [0, 1, 2, 3], None)
