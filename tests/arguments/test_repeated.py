@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from differing import DOORS, MEMOS
 from problems import qkv
 from torch.autograd import forward_ad
 
@@ -324,6 +325,11 @@ def test_memos_are_bounded_in_bytes():
     known = memos()
     del known["speedlight.cpu.runtime.compile._compiled"]  # conftest.py has it grow
     assert len(known) > 20 and any(x.endswith("forms._texts") for x in known)
+    remember = {
+        name.removeprefix("speedlight.") for name, x in known.items() if isinstance(x, (Memo, WeakKeyDictionary))
+    }
+    assert remember == set(MEMOS)  # a new one says which calls its key tells apart
+    assert {x for doors in MEMOS.values() if isinstance(doors, tuple) for x in doors} == set(DOORS)
     held = {name: held_by(x) for name, x in known.items()}
     assert {name: size for name, size in held.items() if size > MOST_HELD} == {}
     assert max(held.values()) > 8 * entries  # or nothing was looked at

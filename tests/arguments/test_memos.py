@@ -1,0 +1,91 @@
+"""What memos know calls by (R31): calls that differ in one thing alone, one after the other, at every door."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import FULL
+from differing import DOORS, OPTIONS, Case, Memory, flat, machine, memos_of_calls, pairs_of
+
+import speedlight as sl
+from speedlight import engines
+from speedlight.problem.options import DEFAULTS
+
+pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")
+
+CHECKED = 16  # of so many calls a short run compares one with the reference, which takes longest
+LEARNED = "AAA", "BBBABA"  # Python repeats the second call of a form, machine code the third
+
+
+@pytest.fixture
+def forget() -> Iterator[Callable[[], None]]:
+    """Forgets every call; whatever a test left, too."""
+    known = memos_of_calls()
+
+    def forget_all() -> None:
+        for x in known:
+            x.clear()
+        engines.cpu().replays().forget()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of arguments in another order, and conversions
+        yield forget_all
+    forget_all()
+
+
+def outcome(memory: Memory, door: str, case: Case, check: Callable[..., None] | None = None) -> Any:
+    """Returns what a call returns, to the bit and the stride, or the error that it raises."""
+    memory.turn += 1
+    with machine(case):
+        try:
+            found = flat(DOORS[door].run(memory, case))
+        except sl.Error as error:
+            return type(error), str(error)
+        if check is not None:
+            check(memory, case, found)
+    return [told(x) for x in found]
+
+
+def told(x: Any) -> Any:
+    """Returns all that anybody sees of an array."""
+    if not isinstance(x, torch.Tensor):
+        return type(x), x.dtype, x.shape, x.strides, x.tobytes()
+    x = x.detach()
+    return type(x), x.dtype, x.shape, x.stride(), x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def name_of(case: Case) -> str:
+    """Returns a text that two cases share if they are alike, to types and bits."""
+    return repr(sorted((name, type(x), repr(x)) for name, x in case.items()))
+
+
+def test_every_option_has_pairs():
+    """An option that is added to the list is one that calls differ in here, too."""
+    assert set(OPTIONS) == set(DEFAULTS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_calls_that_differ_in_one_thing(door, forget):
+    """A, B, A: each time what it gives where nothing is remembered; that is within the bound of the specification."""
+    memory, fresh = Memory(), {}
+    pairs = list(pairs_of(DOORS[door], whole=FULL or door == "arrays"))
+    names = [(name_of(pair.first), name_of(pair.second)) for pair in pairs]
+    for pair, of_pair in zip(pairs, names, strict=True):
+        for name, case in zip(of_pair, pair[1:], strict=True):
+            if name not in fresh:
+                forget()
+                is_checked = FULL or len(fresh) % CHECKED == 0
+                fresh[name] = outcome(memory, door, case, DOORS[door].check if is_checked else None)
+    forget()
+    last = None
+    for (what, *cases), of_pair in zip(pairs, names, strict=True):
+        turns = LEARNED[1] if of_pair[0] == last else "".join(LEARNED)
+        for turn in turns:
+            which = "AB".index(turn)
+            assert outcome(memory, door, cases[which]) == fresh[of_pair[which]], f"{what}: {turn} of {turns}"
+        last = of_pair[0]
+    assert sum([isinstance(fresh[second], list) for _, second in names]) > len(pairs) // 5
