@@ -25,8 +25,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if HIDDEN := os.environ.get("SPEEDLIGHT_TEST_HIDE"):  # as if the machine lacked vector units: make suite-avx2
     runpy.run_path(str(SUPPORT / "hidden" / "sitecustomize.py"))
 
-import numpy as np
-import pytest
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 os.environ.setdefault(
     "SPEEDLIGHT_CACHE_DIR",
