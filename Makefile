@@ -7,11 +7,11 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint types suite smoke test-lowest test-newest test-all coverage docs gallery scaling mutations
-.PHONY: bench readme package release-check check-arm check-amx predict gpu-check test-gpu-image gpu clean
+.PHONY: help demo test lint types suite suite-avx2 smoke test-lowest test-newest test-all coverage docs gallery scaling
+.PHONY: mutations bench readme package release-check check-arm check-amx predict gpu-check test-gpu-image gpu clean
 
 help:
-	@awk '/^# / {about = about substr($$0, 2); next} /^[a-z-]+:/ && about {printf "%-14s%s\n", $$1, about} {about = ""}' Makefile
+	@awk '/^# / {about = about substr($$0, 2); next} /^[a-z0-9-]+:/ && about {printf "%-14s%s\n", $$1, about} {about = ""}' Makefile
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +69,11 @@ test: lint $(VENV)/.test
 	mkdir -p build
 	$(BIN)/pyright >build/types.txt & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; \
 		wait $$types; types=$$?; cat build/types.txt; exit $$((tests | types))
+
+# the suite on a CPU without AVX-512, or as if it were one, and where SPEEDLIGHT_ISA=avx2 asks for that
+suite-avx2: $(VENV)/.test
+	SPEEDLIGHT_TEST_HIDE=avx512 $(RUN) -m pytest -n auto -m "not slow"; hidden=$$?; \
+		SPEEDLIGHT_ISA=avx2 $(RUN) -m pytest -n auto -m "not slow"; exit $$((hidden | $$?))
 
 SMOKE := tests/conformance/attention/test_attention.py tests/robustness/test_cache.py tests/robustness/test_llvm.py
 

@@ -8,17 +8,25 @@ import functools
 import gc
 import getpass
 import os
+import runpy
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
+SUPPORT = ROOT / "tests" / "support"
+
 # The reference multiplies small matrices: NumPy's threads would spin, nine times as long as one of them computes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np
-import pytest
+if HIDDEN := os.environ.get("SPEEDLIGHT_TEST_HIDE"):  # as if the machine lacked vector units: make suite-avx2
+    runpy.run_path(str(SUPPORT / "hidden" / "sitecustomize.py"))
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 os.environ.setdefault(
     "SPEEDLIGHT_CACHE_DIR",
@@ -28,8 +36,6 @@ os.environ.setdefault(
 os.environ.setdefault("SPEEDLIGHT_TUNING", "0")  # of whoever runs them: schedules are as they ship
 
 # pytest rewrites asserts, so that they say what differs, of modules that it collects; of what those import, if told so
-ROOT = Path(__file__).parents[1]
-SUPPORT = ROOT / "tests" / "support"
 HELPERS = sorted(x.stem for x in SUPPORT.glob("*.py"))
 pytest.register_assert_rewrite(*HELPERS)
 
@@ -42,6 +48,20 @@ from speedlight.cpu.runtime import workers  # noqa: E402
 from speedlight.host.machine import Isa, host_isas  # noqa: E402
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
+_start = subprocess.Popen.__init__
+
+
+def start_hiding(self: Any, *args: Any, env: dict[str, str] | None = None, **options: Any) -> None:
+    """Starts a process that lacks the hidden units, too, whatever its environment says."""
+    env = dict(os.environ if env is None else env)
+    env["PYTHONPATH"] = os.pathsep.join([str(SUPPORT / "hidden"), *filter(None, [env.get("PYTHONPATH")])])
+    _start(self, *args, env=env, **options)
+
+
+if HIDDEN:
+    if any([need.startswith(HIDDEN) for x in host_isas() for need in x.needs]):
+        raise RuntimeError("SPEEDLIGHT_TEST_HIDE: expected Linux, whose /proc/cpuinfo tells of flags.")
+    subprocess.Popen.__init__ = start_hiding
 
 # Many tests' kernels have a part in common, which takes LLVM longer than the rest: what became of it is kept, of more
 # of them than in use.

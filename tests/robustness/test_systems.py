@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import FULL
+from conftest import FULL, HIDDEN, SUPPORT
 
 from speedlight.cpu.kernels.merge import MergeShape
 from speedlight.cpu.memory.shape import AppendShape, Shape, Source
@@ -294,13 +295,31 @@ def test_macos_tells_what_a_cpu_has(on, monkeypatch, name, extra, lacks):
 
 
 def test_linux_says_what_llvm_says_of_the_cpu():
-    if not machine._cpuinfo():
-        pytest.skip("no /proc/cpuinfo")
+    if HIDDEN or not machine._cpuinfo():
+        pytest.skip("/proc/cpuinfo hides flags, or is none")
     from llvmlite import binding
 
     theirs = {name for name, on in binding.get_host_cpu_features().items() if on}
     wanted = {name for isa in machine.ISAS for name in isa.needs}
     assert machine._features() & wanted == theirs & wanted
+
+
+def test_units_are_hidden_from_the_suite_and_its_children():
+    """What `make suite-avx2` asks for; of a machine without AVX-512 nothing is left to hide."""
+    if not machine._cpuinfo():
+        pytest.skip("no /proc/cpuinfo")
+    code = (
+        "import os, subprocess, sys\n"
+        "from speedlight.host import machine\n"
+        "print([x.name for x in machine.runnable_isas()], machine.cpu_family(), machine.level2_bytes() >> 10)\n"
+        "if len(sys.argv) < 2: sys.exit(subprocess.run([sys.executable, *sys.orig_argv[1:], 'child']).returncode)"
+    )
+    env = os.environ | {"SPEEDLIGHT_TEST_HIDE": "avx512", "SPEEDLIGHT_ISA": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(SUPPORT / "hidden"), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    here = [x.name for x in machine.runnable_isas() if "avx512f" not in x.needs]
+    family = "arm" if machine.host_arch() == "aarch64" else "other"
+    assert done.stdout.splitlines() == [f"{here} {family} 512"] * 2, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,20 @@ from engines import one_vector, tuned
 from problems import qkv
 
 import speedlight as sl
+from speedlight.cpu.memory.records import WRONG
+from speedlight.cpu.runtime import launch
+from speedlight.cpu.runtime.launch import raise_wrong
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # lanes are seen at any width of panels
 KEYS, D = 150, 8
 SHORT = sl.table(np.linspace(-1.0, 1.0, 140).astype(np.float32), "short")
 SQUARE = sl.table(np.ones((4, 160), np.float32), "square")
 IDS = sl.table(np.arange(145), "ids")
+
+
+def number(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Another one at every position, none of which a table has."""
+    return ((b * 4 + h) * KEYS + i) * KEYS + j + 1000
 
 
 def of_score(score: Callable[..., Any]) -> dict[str, Any]:
@@ -36,8 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two of a score": of_score(lambda s, b, h, i, j: s + SHORT[j - (149 - i) // 16] + SQUARE[h, j + i // 10]),
     "of a mask": {"mask": lambda b, h, i, j: IDS[(i + 2 * j) % 151] % 3 != h % 2},
     "of a mask and a score": {
-        "mask": lambda b, h, i, j: IDS[j + (i - 100) // 25] >= 0,
-        "score": lambda s, b, h, i, j: s + SHORT[j + (120 - i) // 9],
+        "mask": lambda b, h, i, j: IDS[j + i // 40] >= 0,
+        "score": lambda s, b, h, i, j: s + SHORT[sl.where(j + i % 30 < 140, j, number(b, h, i, j))],
     },
     "the same position": {
         "mask": lambda b, h, i, j: IDS[j] >= 0,
@@ -144,3 +154,27 @@ def test_the_first_wrong_index_is_named(isa, threads, door, options):
     expected = message(want)
     for _ in range(3):
         assert message(ours) == expected
+
+
+def test_every_worker_notes_its_own(threads, monkeypatch):
+    """And the first of all is raised, whoever met it."""
+    found: list[tuple[Any, list[list[int]]]] = []
+
+    def look(lookups: Any, wrong: Any) -> None:
+        size = len(WRONG.names)
+        found.append((lookups, [list(wrong[n : n + size]) for n in range(0, len(wrong), size)]))
+        raise_wrong(lookups, wrong)
+
+    monkeypatch.setattr(launch, "raise_wrong", look)
+    q, k, v = qkv(np.random.default_rng(3), "float32", 2, 4, 2, 900, KEYS, D, D)
+    call = partial(sl.attention, q, k, v, q_start=0, score=lambda s, b, h, i, j: s + SHORT[number(b, h, i, j)])
+    for _ in range(50):  # until threads have come in time
+        assert "got 1000 (" in message(call)
+        lookups, notes = found[-1]
+        noted = [note for note in notes if note[0]]
+        if len(noted) > 1:
+            break
+    assert len(noted) > 1 and len({tuple(note) for note in noted}) == len(noted)
+    for several in (noted, noted[::-1]):
+        with pytest.raises(sl.ArgumentError, match=r"got 1000 \("):
+            raise_wrong(lookups, (ctypes.c_int64 * (len(WRONG.names) * len(several)))(*chain(*several)))
