@@ -18,7 +18,7 @@ from peers import GPU, of_gpu
 import speedlight as sl
 from speedlight.host.machine import interpreting
 from speedlight.tools.gpu_tiles import OF_GPU, device, drawn, measured
-from speedlight.tools.measuring import PEER_SLACK, wrong, wrong_gradients
+from speedlight.tools.measuring import PEER_SLACK, judge, judge_gradients
 from speedlight.tools.peers import Asked, Call, usable
 
 KINDS = ("forward", "backward", "float32", "mask", "decode")
@@ -65,12 +65,10 @@ def row_of(
     arrays = asked[:3]
     ours = lambda: sl.attention(*arrays, engine="cuda", **options)  # noqa: E731
 
-    def held(out: Any, slack: float = 1) -> str | None:
-        return wrong(out, *arrays, heads=heads, rows=64, slack=slack, arithmetic=OF_GPU, **options)
-
+    held = judge(*arrays, heads=heads, rows=64, arithmetic=OF_GPU, **options)
     if refused := held(ours()):
         return {"name": name, "refused": refused}
-    others, notes = usable(of_gpu(peers), asked, lambda got: held(got, slack=PEER_SLACK))
+    others, notes = usable(of_gpu(peers), asked, lambda got: held(got, PEER_SLACK))
     calls = {"speedlight": ours} | others
     if decoding:
         calls = {name: graphed(call) for name, call in calls.items()} | {"speedlight eager": ours}
@@ -97,9 +95,7 @@ def backward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterab
     def ours() -> Any:
         return sl.attention_backward(q, k, v, out, lse, d_out, causal=causal, engine="cuda")
 
-    def held(got: Any, slack: float = 1) -> str | None:
-        return wrong_gradients(got, q, k, v, out, lse, d_out, slack=slack, arithmetic=OF_GPU, causal=causal)
-
+    held = judge_gradients(q, k, v, out, lse, d_out, arithmetic=OF_GPU, causal=causal)
     row: dict[str, Any] = {"name": f"backward {dtype} d{d} N{n} {'causal' if causal else 'full'}", "dtype": dtype}
     if refused := held(ours()):
         return row | {"refused": refused}

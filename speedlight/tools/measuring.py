@@ -26,6 +26,7 @@ from ..problem import problem
 from .peers import PEERS, Asked, Call, usable
 
 PEER_SLACK = 64  # error bounds that a peer may be away from float64: PyTorch rounds scores to float16, 24 of them
+Judge = Callable[..., "str | None"]  # of a result and, if not 1, how many bounds an element may be away
 _LONG = 0.5  # seconds from which a call is not warmed up by another one
 
 # --- time
@@ -125,11 +126,18 @@ def wrong(
     slack: bounds that an element may be away. arithmetic: error_bound()'s options, if not of arrays on the CPU. The
     other options are attention()'s.
     """
+    return judge(q, k, v, heads=heads, rows=rows, arithmetic=arithmetic, **options)(got, slack)
+
+
+def judge(
+    q: Any, k: Any, v: Any, *, heads: int = 1, rows: int = 256, arithmetic: dict[str, Any] | None = None, **options: Any
+) -> Judge:
+    """Returns the function that says what wrong() does of each result that it is given, by one reference for all."""
     rows, kv_heads = min(rows, q.shape[2]), -(-heads * k.shape[1] // q.shape[1])
     few = [_on_host(x) for x in (q[:1, :heads, -rows:], k[:1, :kv_heads], v[:1, :kv_heads])]
     want = sl.reference.attention(*few, **options)
     bound = sl.reference.error_bound(*few, **(arithmetic or {"dot": machine.current_isa().dot(q.dtype)}), **options).out
-    return _outside([(as_float64(got)[:1, :heads, -rows:], want, bound * slack)])
+    return lambda got, slack=1: _outside([(as_float64(got)[:1, :heads, -rows:], want, bound * slack)])
 
 
 def wrong_gradients(
@@ -140,20 +148,29 @@ def wrong_gradients(
 
     Those depend on all keys, and on all rows; the lse that is given may be of more keys than there are.
     """
+    return judge_gradients(q, k, v, out, lse, d_out, arithmetic=arithmetic, **options)(got, slack)
+
+
+def judge_gradients(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *, arithmetic: dict[str, Any] | None = None, **options: Any
+) -> Judge:
+    """Returns the function that says what wrong_gradients() does of each result that it is given."""
     heads = q.shape[1] // k.shape[1]  # that share a head of k and v
     q, out, lse, d_out = (_on_host(x[:1, :heads]) for x in (q, out, lse, d_out))
     k, v, offset = _on_host(k[:1, :1]), _on_host(v[:1, :1]), k.shape[2] - q.shape[2]
     last, first = slice(max(0, q.shape[2] - 256), q.shape[2]), slice(0, 256)
     by_rows = (q[:, :, last], k, v, out[:, :, last], lse[:, :, last], d_out[:, :, last])
     by_keys = (q, k[:, :, first], v[:, :, first], out, lse, d_out)
-    checked = []
+    known = []
     for given, start, parts in ((by_rows, last.start, {0: last}), (by_keys, 0, {1: first, 2: first})):
         how = arithmetic or {"dot": machine.current_isa().dot(q.dtype, gradients=True)}
         want = sl.reference.backward(*given, q_start=offset + start, **options)
         bound = sl.reference.backward_bound(*given, q_start=offset + start, **how, **options)
         parts = {n: (slice(1), slice(want[n].shape[1]), part) for n, part in parts.items()}
-        checked += [(as_float64(got[n])[part], want[n], bound[n] * slack) for n, part in parts.items()]
-    return _outside(checked)
+        known += [(n, part, want[n], bound[n]) for n, part in parts.items()]
+    return lambda got, slack=1: _outside(
+        [(as_float64(got[n])[part], want, bound * slack) for n, part, want, bound in known]
+    )
 
 
 def _on_host(x: Any) -> Any:

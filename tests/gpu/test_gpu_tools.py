@@ -68,6 +68,20 @@ def test_rows(monkeypatch, small):
         )
 
 
+@INTERPRETED
+@pytest.mark.parametrize(("kind", "name"), [("forward", "attention"), ("backward", "backward")])
+def test_peers_are_held_to_one_reference(monkeypatch, stand_ins, kind, name):
+    """In float64, which takes seconds at the benchmark's lengths."""
+    calls, real = [], getattr(sl.reference, name)
+    counted = functools.wraps(real)(lambda *given, **options: calls.append(name) or real(*given, **options))
+    monkeypatch.setattr(sl.reference, name, counted)
+    monkeypatch.setattr(gpu, "TOKENS", 16)
+    monkeypatch.setattr(gpu, "WIDTH", 64)
+    row = getattr(gpu, kind)("float32", 64, 16, True, 1, ("efficient", "flash"))
+    assert row["seconds"].keys() == {"speedlight", "efficient", "flash"}
+    assert len(calls) == {"forward": 1, "backward": 2}[kind]  # of rows and of keys
+
+
 def test_a_report_says_what_failed_and_what_is_known(tmp_path, monkeypatch, capsys):
     report = importlib.import_module("gpu_report")
     test = tmp_path / "test_x.py"
