@@ -3,8 +3,8 @@
     python tools/torch_without_cuda.py torch==2.11.0 -c gpu-image.txt
 
 With the Python of an environment of its own, on Linux; needs a C compiler and readelf. What follows the requirement are
-pip's own options. `import torch` works afterwards, and sees no GPU; pip no longer asks for CUDA's packages. A CPU build,
-from an index that has one, is left as it is.
+pip's own options. `import torch` works afterwards, and sees no GPU; pip no longer asks for CUDA's packages. A CPU
+build, from an index that has one, is left as it is.
 """
 
 from __future__ import annotations
