@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers.masking_utils as masking_utils
+from transformers.cache_utils import Cache as ModelCache
 
 from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
 from ..adapting import Renamed, draw_seed, shown
@@ -58,7 +59,8 @@ def attention_forward(
         s_aux: a logit per query head that joins the softmax's denominator, as gpt-oss has it.
         position_bias: added to scores; broadcasts to (batch, q_heads, q_len, k_len).
         sinks: a logit per row that joins the softmax's denominator, as Inkling 2 has it: (batch, q_heads, q_len, 1).
-        cache: a PagedAttentionCache of continuous batching, which takes key and value and gives those to attend to.
+        cache: a PagedAttentionCache of continuous batching, which takes key and value and gives those to attend to;
+            any other cache of transformers changes nothing.
         more: cu_seq_lens_q and cu_seq_lens_k, offsets of packed sequences (batch 1); indices, ints of (batch, q_len,
             count), the keys that sparse attention has chosen of those that the mask shows; names that change nothing;
             any other, if it is not None or False, is an error.
@@ -84,7 +86,9 @@ def attention_forward(
     if more and not harmless.issuperset(more):
         attention_mask, more = _read_chosen(module, key, attention_mask, more)
         _check_unknown(module, more)
-    if cache is not None:
+    if isinstance(cache, ModelCache):  # of a model that hands on what it has, its past_key_values before 5.24
+        cache = None
+    elif cache is not None:
         key, value = _append_paged(module, key, value, cache, more)
     softcap = None if softcap is None else float(softcap)  # known by its value
     kept = (key, value) if type(key) is Kept and type(value) is Kept else None

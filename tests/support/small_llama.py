@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -46,12 +47,21 @@ def tokens():
     return torch.randint(1, 61, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
+# what models and generate() call their cache: transformers 5.24 has renamed it
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def as_called(options):
+    """Options of a model, with past_key_values under this release's name."""
+    return {CACHE if name == "past_key_values" else name: x for name, x in options.items()}
+
+
 def logits(model, name, tokens, **options):
     model.set_attn_implementation(name)
     with torch.no_grad():
-        return model(tokens, **options).logits
+        return model(tokens, **as_called(options)).logits
 
 
 def generated(model, name, tokens, **options):
     model.set_attn_implementation(name)
-    return model.generate(tokens, max_new_tokens=9, do_sample=False, **options)
+    return model.generate(tokens, max_new_tokens=9, do_sample=False, **as_called(options))

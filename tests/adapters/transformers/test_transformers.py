@@ -267,6 +267,17 @@ def test_without_a_mask_the_module_says_whether_it_is_causal():
     assert_equal(attend(module, q[:, :, :1], k, k, None, is_causal=True)[0], formula(q[:, :, :1], k, k, every[:1]))
 
 
+def test_a_cache_that_a_model_hands_on_changes_nothing():
+    """Under either name, whatever it holds: the layer has appended to it."""
+    from transformers import DynamicCache
+
+    q = drawn(1, HEADS, 13, DIM)
+    want = attend(torch.nn.Module(), q, q, q, mask_of(1, 13, 13))[0]
+    for name in ("cache", "past_key_values"):
+        got = attend(torch.nn.Module(), q, q, q, mask_of(1, 13, 13), **{name: DynamicCache()})[0]
+        assert torch.equal(got, want)
+
+
 def test_what_is_refused():
     module, q, two = torch.nn.Module(), drawn(1, HEADS, 13, DIM), drawn(2, HEADS, 13, DIM)
     spec, tensor = mask_of(1, 13, 13), torch.ones(13, 13, dtype=torch.bool)

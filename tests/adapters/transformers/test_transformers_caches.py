@@ -8,7 +8,19 @@ import warnings
 
 import pytest
 import torch
-from small_llama import DIM, KV_HEADS, LEFT, SIZES, assert_equal, generated, llama, logits, registered, tokens
+from small_llama import (
+    CACHE,
+    DIM,
+    KV_HEADS,
+    LEFT,
+    SIZES,
+    assert_equal,
+    generated,
+    llama,
+    logits,
+    registered,
+    tokens,
+)  # fmt: skip
 
 import speedlight as sl
 import speedlight.transformers
@@ -147,7 +159,7 @@ def test_errors_name_what_a_cache_has(llama, tokens):
 def test_what_a_cache_refuses(llama, tokens):
     llama.set_attn_implementation("speedlight")
     with pytest.raises(sl.Error, match="key: expected a call under torch.no_grad"):
-        llama(tokens, past_key_values=Cache(llama.config))
+        llama(tokens, **{CACHE: Cache(llama.config)})
     cache = Cache(llama.config, capacity=12)
     with pytest.raises(sl.CacheFull, match="13 tokens need room, 12 of 12 are free"):
         logits(llama, "speedlight", tokens, past_key_values=cache)
@@ -170,7 +182,7 @@ def test_what_a_cache_refuses(llama, tokens):
     with pytest.raises(sl.Error, match=r"^max_cache_len: expected the arguments of Cache\(\); .* Use capacity="):
         Cache(llama.config, max_cache_len=8)
     with pytest.raises(AttributeError, match=r"'KVCache' .* takes speedlight.transformers.Cache\(config\)$"):
-        llama(tokens, past_key_values=sl.KVCache(layers=2, kv_heads=KV_HEADS, head_dim=DIM, capacity=12))
+        llama(tokens, **{CACHE: sl.KVCache(layers=2, kv_heads=KV_HEADS, head_dim=DIM, capacity=12)})
 
 
 def test_messages_name_what_was_given(llama, tokens):
@@ -224,7 +236,7 @@ def test_messages_name_what_was_given(llama, tokens):
     with pytest.raises(
         sl.Error, match=r"expected transformers' EncoderDecoderCache\(Cache\(config\), DynamicCache\(\)\); got"
     ):
-        t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
+        t5.generate(tokens, max_new_tokens=2, **{CACHE: Cache(t5.config, capacity=32)})
 
 
 @pytest.mark.parametrize("layers", [(3, 1), (2, 2)])
