@@ -428,7 +428,7 @@ def _note_wrong(
             moving.append((n, *lowering.wrong[id(node), d]))
     for any_bad, lookups in ((_any(lowering, [bad for _, bad, _ in moving]), moving), (invariant, fixed)):
         if any_bad is not None and lookups:
-            with k.when(any_bad):
+            with k.when(any_bad, likely=False):
                 for n, bad, index in lookups:
                     _note(lowering, notes, n, bad, index, position, seen())
 
@@ -439,7 +439,7 @@ def _note(
     """Calls note_first() for lookup `n`, where `bad` holds in a lane that sees the key."""
     k, s = lowering.k, lowering.s
     bad = lowering.vector(bad) & seen
-    with k.when(k.any(bad), likely=False):  # and registers are not kept free for it
+    with k.when(k.any(bad), likely=False):  # its call takes no registers from the loop
         lanes = k.zext(bad, vec(I64, s.lanes))
         k.call(notes, k.p["a"], k.p["scratch"], k.p["batch"], *position(), k.i64(n), lowering.vector(index), lanes)
 
