@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,13 +143,16 @@ def _attend(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
 
 
 def _forward(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
-    each_row = jax.make_jaxpr(lambda q: jax.lax.reduce_max(q, (3,)))(q).out_avals[0]
-    each_head = jax.make_jaxpr(lambda q: jax.lax.reduce_max(q, (3,)).swapaxes(1, 2))(q).out_avals[0]
+    def take_rows(q: Any) -> Any:
+        rows = jax.lax.reduce_max(q, (3,))
+        return rows, rows.swapaxes(1, 2)
+
+    by_row, by_head = jax.make_jaxpr(take_rows)(q).out_avals
     results = [_type_of(q)]
     if call.residual:
-        results.append(each_row.update(dtype=k.dtype, weak_type=False))
+        results.append(by_row.update(dtype=k.dtype, weak_type=False))
     if call.grads:
-        results.append(each_head.update(dtype=_lse_bits(q.dtype), weak_type=False))
+        results.append(by_head.update(dtype=_lse_bits(q.dtype), weak_type=False))
     operands = [rest[name] for name in call.rest]
     return jax.ffi.ffi_call("speedlight_attention", results, vmap_method="expand_dims")(
         q, k, v, *operands, text=call.text()
@@ -198,6 +201,7 @@ def _type_of(x: Any) -> Any:
 
 def _vary(operands: Any) -> Any:
     """Marks operands as varying over every mesh axis that one varies over; JAX then sums gradients of shared ones."""
+    lax: Any = jax.lax  # pcast, or before JAX 0.8 pvary
     axes = dict.fromkeys(axis for x in jax.tree.leaves(operands) for axis in _varying_axes(x))
 
     def vary(x: Any) -> Any:
@@ -205,7 +209,7 @@ def _vary(operands: Any) -> Any:
         missing = tuple(axis for axis in axes if axis not in own)
         if not missing:
             return x
-        return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+        return lax.pcast(x, missing, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, missing)
 
     return jax.tree.map(vary, operands)
 
@@ -217,13 +221,14 @@ def _varying_axes(x: Any) -> frozenset[Any]:
 
 
 def _check_partitioner() -> None:
-    """Raises where GSPMD, the partitioner of JAX 0.6, would end the process."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    manual = [kind == jax.sharding.AxisType.Manual for kind in kinds]
-    if any(manual) and not all(manual) and not getattr(jax.config, "jax_use_shardy_partitioner", True):
+    """Raises where XLA's older partitioner, GSPMD, would end the process: JAX 0.6 takes it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    manual = {kind == jax.sharding.AxisType.Manual for kind, size in sizes if size > 1}
+    if len(manual) == 2 and not getattr(jax.config, "jax_use_shardy_partitioner", True):
         raise UnsupportedError(
-            "query: expected a shard_map over all axes of its mesh, or the partitioner Shardy; got one over some axes "
-            "and GSPMD. Use jax.config.update('jax_use_shardy_partitioner', True), or JAX 0.7 or newer."
+            "query: expected shard_map over all axes of its mesh, or the partitioner Shardy; got shard_map over some "
+            "axes, and GSPMD. Use jax.config.update('jax_use_shardy_partitioner', True), as JAX has from 0.7 on."
         )
 
 

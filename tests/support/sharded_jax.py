@@ -278,7 +278,33 @@ def without_jit(attend):
     return shard(jax.grad(loss_of(attend), (0, 1, 2)), (BATCH,) * 3, (BATCH,) * 3), arrays()
 
 
-EAGER = {"explicit axes", "without jit"}
+def partitioned_by_gspmd(attend, sizes):
+    """XLA's older partitioner ends the process where an axis of several devices is automatic."""
+
+    def step(*given):
+        specs = (BATCH,) * 3
+        grads = shard(jax.grad(loss_of(attend), (0, 1, 2)), specs, specs, sizes=sizes, axes=frozenset("x"))
+        before = jax.config.jax_use_shardy_partitioner
+        jax.config.update("jax_use_shardy_partitioner", False)
+        try:
+            return jax.jit(grads)(*given)
+        finally:
+            jax.config.update("jax_use_shardy_partitioner", before)
+
+    return step, arrays()
+
+
+@case(alike=PLAIN)
+def automatic_axis_and_gspmd(attend):
+    return partitioned_by_gspmd(attend, (2, 2))
+
+
+@case(alike=PLAIN)
+def automatic_axis_of_one_and_gspmd(attend):
+    return partitioned_by_gspmd(attend, (4, 1))
+
+
+EAGER = {"explicit axes", "without jit", "automatic axis and gspmd", "automatic axis of one and gspmd"}
 
 
 def main(path):

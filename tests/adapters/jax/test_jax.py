@@ -179,6 +179,27 @@ def test_transformations():
     close(rolled(q[0, 0]), attend(attend(q[0, 0], k[0, 0], k[0, 0]), k[0, 1], k[0, 1]), 1e-6, "scan")
 
 
+@pytest.mark.parametrize("flag", ["debug_infs", "debug_nans"])
+def test_debugging_flags(flag):
+    """Rows that see nothing are finite in all that JAX sees, and have the same bits; NaN is found where it is."""
+    q, k, v = normal(2, 4, 2, 8), normal(2, 4, 1, 8, seed=1), normal(2, 4, 1, 8, seed=2)
+    options = {"mask": jnp.ones((2, 1, 4, 4), bool).at[0, 0, 1].set(False),
+               "query_seq_lengths": jnp.array([3, 4], jnp.int32)}  # fmt: skip
+
+    def total(q, k, v, bias=None):
+        return (attend(q, k, v, bias, **options) ** 2).sum()
+
+    step = jax.value_and_grad(total, (0, 1, 2))
+    want = jax.tree.leaves(step(q, k, v))
+    lowest = np.full((1, 1, 4, 4), -np.inf, np.float32)
+    with getattr(jax, flag)(True):
+        got = jax.tree.leaves(step(q, k, v))
+        if flag == "debug_nans":
+            with pytest.raises(FloatingPointError, match="nan"):
+                step(q, k, v, lowest)
+    assert all((x == y).all() for x, y in zip(got, want, strict=True))
+
+
 def test_without_a_batch():
     q, k = jnp.ones((3, 4, 8)), jnp.ones((5, 2, 8))
     out, lse = attend(q, k, k, mask=np.ones((4, 3, 5), bool), local_window_size=1, return_residual=True)
