@@ -564,9 +564,23 @@ EVERY = frozenset(OPTIONS)
 LSE = changes("return_lse", False, True, 1)
 HEADS_LAST = {"k": Lie.of(2, 9, 2, 16), "v": Lie.of(2, 9, 2, 16), "layout": "blhd"}
 OUT = changes("out", None, Lie.of(2, 4, 4, 16), Lie.of(2, 4, 4, 16, dtype="float64"), Lie.of(2, 4, 4, 15))
-BIASES = {"score": [Lie.of(4, 9), Lie.of(4, 9, numbers=1)]}
+BIASES = {"score": [Lie.of(4, 9), Lie.of(1, 9, numbers=1)]}
+
+
+def grown(base: Case) -> Iterator[tuple[Case, Case]]:
+    """Yields changes of calls that are known for any number of keys: more of them, beside an array of as many columns,
+    and beside numbers that are its first row's position, 5.
+    """
+    wide = {name: base[name].sized(2, 12) for name in ("k", "v")}
+    others = {"window": (5, 0)}, {"causal": True}, {"mask": sl.window(5, 5)}, {"score": sl.softcap(0.5)}
+    for rows, name, beside in itertools.product((4, 1), ("mask", "score"), ({}, *others)):
+        if name not in beside:
+            narrow = Lie.of(rows, 9, dtype="bool" if name == "mask" else "float32")
+            yield beside | {name: narrow}, beside | {name: replace(narrow, shape=(rows, 12), steps=(12, 1))} | wide
+
+
 DOORS = {
-    "arrays": Door(attend, check_attention, DENSE, EVERY, SIZES, LSE + OUT + (({}, HEADS_LAST),)),
+    "arrays": Door(attend, check_attention, DENSE, EVERY, SIZES, LSE + OUT + (({}, HEADS_LAST),) + tuple(grown(DENSE))),
     "out": Door(attend, check_attention, WITH_OUT, frozenset(), SIZES, LSE),
     "packed": Door(
         attend,
@@ -581,7 +595,7 @@ DOORS = {
         TENSORS,
         EVERY,
         SIZES,
-        LSE + OUT + (({}, HEADS_LAST),) + changes("records", False, True),
+        LSE + OUT + (({}, HEADS_LAST),) + tuple(grown(DENSE)) + changes("records", False, True),
     ),
     "autograd": Door(attend_and_back, check_attention, RECORDED, EVERY, SIZES, LSE),
     "backward": Door(
