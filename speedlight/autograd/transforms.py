@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
 from ..host.insides import TORCH
 from . import higher_order as further
 from . import operators as ops
@@ -119,6 +120,12 @@ def is_batched(flows: tuple[Any, ...]) -> bool:
 
 def of_each(function: Callable[..., Any], flows: tuple[Any, ...]) -> tuple[Any, ...]:
     """Applies a function to such gradients, example by example."""
+    names = ("vmapmode_increment_nesting", "vmapmode_decrement_nesting", "add_batch_dim", "remove_batch_dim")
+    if None in [getattr(TORCH, name) for name in names]:
+        raise UnsupportedError(
+            "is_grads_batched: expected False with this release of PyTorch; got True. Use torch.func.vmap, or a call "
+            "of torch.autograd.grad() for each gradient."
+        )
     TORCH.vmapmode_increment_nesting()
     level = TORCH.vmapmode_decrement_nesting()  # the innermost
 

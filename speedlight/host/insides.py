@@ -14,8 +14,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ..errors import UnsupportedError
-
 
 class Inside(NamedTuple):
     """A private name, what takes its place, and what that means for a user."""
@@ -134,13 +132,6 @@ def _tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-def _refuse_batched(*_: Any) -> Any:
-    raise UnsupportedError(
-        "is_grads_batched: expected False with this release of PyTorch; got True. Use torch.func.vmap, or one call of "
-        "torch.autograd.grad() for each gradient."
-    )
-
-
 # PyTorch's own attention, by the names of its operators: sdpa() and patch() take their place
 _OPERATORS = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -188,10 +179,10 @@ TORCH = Insides(
         "what a backward pass has read is freed with its graph, not before",
     ),
     is_legacy_batchedtensor=Inside("torch._C._functorch.is_legacy_batchedtensor", lambda x: False, _BATCHED),
-    vmapmode_increment_nesting=Inside("torch._C._vmapmode_increment_nesting", _refuse_batched, _BATCHED),
-    vmapmode_decrement_nesting=Inside("torch._C._vmapmode_decrement_nesting", _refuse_batched, _BATCHED),
-    add_batch_dim=Inside("torch._add_batch_dim", _refuse_batched, _BATCHED),
-    remove_batch_dim=Inside("torch._remove_batch_dim", _refuse_batched, _BATCHED),
+    vmapmode_increment_nesting=Inside("torch._C._vmapmode_increment_nesting", None, _BATCHED),
+    vmapmode_decrement_nesting=Inside("torch._C._vmapmode_decrement_nesting", None, _BATCHED),
+    add_batch_dim=Inside("torch._add_batch_dim", None, _BATCHED),
+    remove_batch_dim=Inside("torch._remove_batch_dim", None, _BATCHED),
     fused_sdp_choice=Inside(
         "torch._fused_sdp_choice", lambda *_: 0, "results without a batch are contiguous, whatever PyTorch's are"
     ),

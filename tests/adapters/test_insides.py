@@ -197,6 +197,7 @@ def test_results_without_a_private_name(monkeypatch, name):
         else:
             way()
     assert insides._depth.number == 0
+    assert torch.randn(2).sum().isfinite()  # which raises where a vmap was left open
 
 
 def test_operators_that_are_gone(monkeypatch):
