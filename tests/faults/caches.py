@@ -195,4 +195,15 @@ MUTATIONS = (
         "if cache._ring.size and n > 4 * SPARE:",
         "tests/adapters/torch/test_torch_steps.py -k ring_promised",
     ),
+    Mutation(
+        "a ring does not note what machine code wrote over",
+        "kv/running.py",
+        """        totals = [n + new for n in lengths]
+        after = totals, cache._ring.reached(written, totals)
+""",
+        """        totals = [n + new for n in lengths]
+        after = totals, written
+""",
+        "tests/adapters/torch/test_torch_steps.py -k machine_code_wrote_over",
+    ),
 )

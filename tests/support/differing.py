@@ -113,14 +113,14 @@ def of_zero(z: float) -> Any:
 OPTIONS: dict[str, list[tuple[list[Any], Case]]] = {
     "mask": [
         ([SQUARE, PADDING, Lie.of(2, 4, 4, 9, dtype="bool"), Lie.of(1, 9, dtype="bool"), None], {}),
-        ([SQUARE, PADDING, Lie.of(1, 9, dtype="bool")], {"window": (2, 0)}),
         ([sl.window(2, 2), sl.window(2, 3)], {}),
+        ([SQUARE, PADDING, Lie.of(1, 9, dtype="bool")], {"window": (2, 0)}),
         ([of_zero(0.0), of_zero(-0.0)], {}),
     ],
     "score": [
         ([BIAS, ROW, [BIAS], [BIAS, ROW], [ROW, BIAS], None], {}),
-        ([BIAS, ROW], {"causal": True}),
         ([sl.softcap(0.5), sl.softcap(0.25)], {}),
+        ([BIAS, ROW], {"causal": True}),
     ],
     "sink_logits": [([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0], [0.0, 1.0], None], {})],
     "scale": [([0.25, 0.5, 1, None], {}), ([0.0, -0.0], {"score": BY_SIGN})],
@@ -183,7 +183,9 @@ class Pair(NamedTuple):
 
 
 def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
-    """Yields pairs for all that a door's calls may differ in; if not `whole`, one for each option."""
+    """Yields pairs for all that a door's calls may differ in; if not `whole`, one or two for each
+    option.
+    """
     base = door.base
     for name, x in base.items():
         if isinstance(x, Lie):
@@ -200,7 +202,8 @@ def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
         yield Pair(f"all {dtype}", base, base | arrays)
         yield Pair(f"k, v {dtype}", base, base | {n: x for n, x in arrays.items() if n in ("k", "v")})
     for name in sorted(door.options):
-        for values, beside in OPTIONS[name] if whole else OPTIONS[name][:1]:
+        few = 2 if name in ("mask", "score") else 1  # arrays, then expressions
+        for values, beside in OPTIONS[name] if whole else OPTIONS[name][:few]:
             given = base | beside
             for a, b in itertools.pairwise(values if whole else values[:2]):
                 yield Pair(f"{name}: {a}, {b}", given | {name: a}, given | {name: b})
@@ -562,7 +565,8 @@ def parts(name: str, base: Case, *others: Case) -> tuple[tuple[Case, Case], ...]
 
 EVERY = frozenset(OPTIONS)
 LSE = changes("return_lse", False, True, 1)
-HEADS_LAST = {"k": Lie.of(2, 9, 2, 16), "v": Lie.of(2, 9, 2, 16), "layout": "blhd"}
+TURNED = Lie((2, 9, 2, 16), (288, 16, 144, 1))  # in memory as heads before tokens
+HEADS_LAST = {"k": TURNED, "v": TURNED, "layout": "blhd"}
 OUT = changes("out", None, Lie.of(2, 4, 4, 16), Lie.of(2, 4, 4, 16, dtype="float64"), Lie.of(2, 4, 4, 15))
 BIASES = {"score": [Lie.of(4, 9), Lie.of(1, 9, numbers=1)]}
 

@@ -83,6 +83,19 @@ def test_bits_and_lengths_are_those_of_pythons_way(known, name):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def test_a_ring_knows_what_machine_code_wrote_over(known):
+    """Steps go round the ring: truncate() refuses a length whose next query would see what they wrote over."""
+    cache, past = made(window=50, capacity=None), torch.ones(1, 2, 200, DIM)
+    for layer in (0, 1):
+        cache.append(layer, past, past)
+    before = used(known)
+    steps(cache, 1, 300)
+    assert used(known) - before >= 290 and cache.lengths(1) == (500,)
+    with pytest.raises(sl.ArgumentError, match="forgotten what token 150 would see"):
+        cache.truncate(150)
+    assert cache.lengths(1) == (500,)
+
+
 def test_sequences_of_different_lengths(known):
     def run():
         cache, past = made(3), torch.ones(3, 2, 40, DIM)
