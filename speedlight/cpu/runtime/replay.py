@@ -360,10 +360,10 @@ def _places(torch: Any) -> dict[str, int] | None:
         found = {name: _address(ctypes.pythonapi[name]) for name in PYTHON}
         found |= {name: _address(of_torch[name]) for name in TORCH}
         local = ctypes.addressof(ctypes.c_uint64.in_dll(of_c10, _KEY_SET))
+        own = _tensor_places(torch)
     except (OSError, AttributeError, ValueError) as error:  # another release of PyTorch
         pass_on(error)
         return None
-    own = _tensor_places(torch)
     return None if own is None else found | own | {"local_keys": local}
 
 

@@ -382,10 +382,15 @@ def test_a_forked_child_computes_by_itself(known):
         same(sl.attention(q, k, v), want)
 
 
-@pytest.mark.parametrize("place", ["_are_objects_known", "_tensor_places"])
+@pytest.mark.parametrize("place", ["_are_objects_known", "_tensor_places", "_neg_view", "_dispatch_keys"])
 def test_unknown_objects_are_pythons(monkeypatch, place):
     """Another CPython, or another PyTorch: then nothing of them is read."""
-    monkeypatch.setattr(replay, place, lambda *_: None)
+    if place == "_neg_view":
+        monkeypatch.delattr(torch, place)
+    elif place == "_dispatch_keys":
+        monkeypatch.delattr(torch._C, place)
+    else:
+        monkeypatch.setattr(replay, place, lambda *_: None)
     mine = replay.Replays()
     monkeypatch.setattr(engines.cpu(), "replays", lambda: mine)
     q, k, v = drawn(2, 1, 40)
