@@ -87,14 +87,28 @@ def exp2(k: Function, x: Value) -> Value:
 
 
 def tanh(k: Function, x: Value) -> Value:
-    """From e^(-2|x|) - 1, which is exact where it is small."""
-    least = k.const(-40.0 if element_of(x.type) is F32 else -80.0, x.type)
-    twice = k.max(k.abs(x) * -2.0, least)
-    r, power = _reduced(k, twice)
-    scale = (k.const(1.0, x.type).bits(power.type) + power).bits(x.type)
-    below = k.fma(scale, _expansion(k, r), scale - 1.0)
-    y = k.abs(below / (below + 2.0))
-    return k.select(x.differs(x), x, k.select(x < 0.0, -y, y))
+    """From e^(-2|x|) - 1, which is exact where it is small. Of -0 it is +0.
+
+    All is in halves: r is half of what _reduced() gives, and a term of the expansion twice what comes after it. NaN
+    goes through.
+    """
+    t, whole = element_of(x.type), _integer(x)
+    sign = k.const(-(1 << (63 if t is F64 else 31)), whole)
+    least = k.const(-20.0 if t is F32 else -40.0, x.type)
+    minus = k.max(least, (x.bits(whole) | sign).bits(x.type))
+    log2_e, magic = k.const(2 * math.log2(math.e), x.type), k.const(1.5 * 2.0 ** _SHIFT[t], x.type)
+    # rounded once or twice: all numbers of f32 were tried, tanh is the same
+    moved = k.fma(minus, log2_e, magic) if t is F32 else minus * log2_e + magic
+    n = moved - magic
+    high, low = (k.const(part / 2, x.type) for part in _SPLIT[t])
+    r = k.fma(-n, low, k.fma(-n, high, minus))
+    q = k.const(2.0 ** _TERMS[t] / math.factorial(_TERMS[t]), x.type)
+    for i in range(_TERMS[t] - 1, 0, -1):
+        q = k.fma(q, r, k.const(2.0**i / math.factorial(i), x.type))
+    scale = (k.const(1.0, x.type).bits(whole) + (moved.bits(whole) << _SHIFT[t])).bits(x.type)
+    below = k.fma(scale, q * r, scale - 1.0)
+    y = below / (below + 2.0)
+    return (k.abs(y).bits(whole) | ((x + 0.0).bits(whole) & sign)).bits(x.type)
 
 
 def sigmoid(k: Function, x: Value) -> Value:
