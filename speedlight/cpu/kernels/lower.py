@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
+from ...expressions.bounds import linear
 from ...expressions.operations import INT_MAX, INT_MIN, OPERATIONS
 from ...expressions.program import TABLE_WORDS, Program
-from ...expressions.tree import OF_KEYS, Node, order
+from ...expressions.tree import FLOW, OF_KEYS, Node, order
 from ..language.functions import FUNCTIONS, like
 from ..language.lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
 from ..language.prototypes import prototype
-from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
+from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, Variable, vec
 from ..memory.records import field as field_at
 from ..memory.shape import Shape
 
@@ -26,6 +27,14 @@ _INFIX = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "and": operator.and_,
     "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
+
+
+class _Turn(NamedTuple):
+    """One of several keys that are computed in step."""
+
+    env: dict[str, Value]
+    values: dict[int, Value]
+    wrong: dict[tuple[int, int], tuple[Value, Value]]
 
 
 class Lowering:
@@ -39,6 +48,7 @@ class Lowering:
         self.int = I32 if narrow else I64
         self.values: dict[int, Value] = {}
         self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
+        self.moving: dict[int, tuple[Variable, int]] = {}  # of nodes: at the next key, and from key to key
 
     def type_of(self, kind: str) -> ir.Type:
         return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
@@ -62,6 +72,52 @@ class Lowering:
             if id(node) not in values:
                 values[id(node)] = self.emit(node, env, values)
         return values[id(root)]
+
+    def begin_keys(self, root: Node, env: dict[str, Value]) -> None:
+        """Finds what moves by the same number from key to key; `env`: of the first.
+
+        Of integers that fit 32 bits float64 has each sum exactly.
+        """
+        for node in order(root):
+            if node.op != "cast" or not node.is_float or node.args[0].kind != "int" or node.uses & {"s", FLOW}:
+                continue
+            whole = node.args[0]
+            form = linear(whole)
+            if form is None or not form[1]:
+                continue
+            start = self.value(whole, env, dict(self.values))
+            if not isinstance(start.type, ir.VectorType):
+                continue
+            exact = self.int is I32 and self.type_of(node.kind) is F64
+            if exact:
+                start = self.k.to_float(start, like(start, F64))
+            self.moving[id(node if exact else whole)] = self.k.variable(start), form[1]
+
+    def moved(self, keys: int) -> list[dict[int, Value]]:
+        """Returns the values of begin_keys() at the next keys, which they are then past."""
+        found: list[dict[int, Value]] = [{} for _ in range(keys)]
+        for node, (variable, step) in self.moving.items():
+            for n, values in enumerate(found):
+                values[node] = variable.get() + step * n if n else variable.get()
+            variable.set(variable.get() + step * keys)
+        return found
+
+    def value_in_step(self, root: Node, turns: list[_Turn]) -> list[Value]:
+        """As value(), of several keys: of a function each step is taken for all of them before the next."""
+        first = turns[0]
+        for node in order(root):
+            if id(node) in first.values:
+                continue
+            if node.op in FUNCTIONS and len(turns) > 1:
+                xs = [self.vector(turn.values[id(node.args[0])]) for turn in turns]
+                ys = self.k.parted(FUNCTIONS[node.op](self.k, self.k.joined(xs)), self.s.lanes)
+                for turn, y in zip(turns, ys, strict=True):
+                    turn.values[id(node)] = y
+                continue
+            for turn in turns:
+                self.wrong = turn.wrong
+                turn.values[id(node)] = self.emit(node, turn.env, turn.values)
+        return [turn.values[id(root)] for turn in turns]
 
     def vector(self, x: Value) -> Value:
         return x if isinstance(x.type, ir.VectorType) else self.k.splat(x, self.s.lanes)
@@ -220,13 +276,24 @@ class Lowering:
         ends: tuple[Value, Value],
         key: Callable[[Value, Value], None],
         after: Callable[[Value, Value], None] | None = None,
+        several: Callable[[list[Value], list[Value]], None] | None = None,
+        together: int = 2,
     ) -> None:
         """Calls key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
 
         `position`: of key 0. `after`: called with the ends of every group of keys, as many as lanes, but for the last.
         """
         k, lanes, (begin, end) = self.k, self.s.lanes, ends
+
+        def turn_at(group: Value) -> Callable[[Value], None] | None:
+            if several is None:
+                return None
+            return lambda j: several([j + i for i in range(together)], [j - group + i for i in range(together)])
+
         if not streams and after is None:
+            if several is not None:
+                k.unrolled(begin, end, lambda j: key(j, j), together, turn_at(k.i64(0)))
+                return
             with k.range(begin, end) as j:
                 key(j, j)
             return
@@ -236,7 +303,7 @@ class Lowering:
             for stream in streams:
                 index = self.wide(self.value(stream.node.args[-1], here, dict(self.values)))
                 stream.fill(index, group, last - group)
-            k.unrolled(group, last, lambda j: key(j, j - group))
+            k.unrolled(group, last, lambda j, group=group: key(j, j - group), together, turn_at(group))
             if after is not None:
                 after(group, last)
 
@@ -293,7 +360,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     p = k.p
     scale = scale_of(k, s)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
-    hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
+    hidden, zero, wide = k.const(float("-inf"), s.vector), k.const(0.0, s.vector), vec(I64, s.lanes)
     # without a score nothing happens to visible keys
     begin = k.i64(0) if program.score is not None else k.select(p["clear"] > 0, k.i64(0), p["full"])
     with k.range(0, s.vectors) as v:
@@ -308,37 +375,55 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
             program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
         )
         risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
+        for root in (program.score, program.mask):
+            if root is not None:
+                lowering.begin_keys(root, env | {"j": lowering.integer(p["first"] + begin)})
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
 
-        def key(j: Value, m: Value) -> None:
-            """Key j, which is the m-th of those whose streams are filled."""
-            row = k.at(p["scores"], j * s.row_bytes)
-            now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)}
-            values = lowering.values | {id(x.node): x.value(m) for x in streams}
-            x, visible = now["s"], None
-            if program.score is not None:
-                now["s"] = x * scale
-                x = lowering.vector(lowering.value(program.score, now, values))
-            if program.mask is not None:
-                whole = k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes)
-                visible = lowering.vector(lowering.value(program.mask, now, values)) | whole
-                x = k.select(visible, x, hidden)
-
-            def looked_at() -> Value:
-                inside = k.splat(j, s.lanes) < seen
-                return inside if visible is None else inside & visible
-
-            _note_wrong(lowering, wrong, looked_at, risky, streams, m)
-            k.store(x, row, at)
-            if program.score is not None:
-                top.set(k.max(x, top.get()))
-                shown = (
-                    [x, x] if visible is None else [k.select(visible, x, y) for y in (k.const(0.0, s.vector), -hidden)]
+        def keys(js: list[Value], ms: list[Value]) -> None:
+            """Keys, which are those of `ms` among the ones whose streams are filled."""
+            rows = [k.at(p["scores"], j * s.row_bytes) for j in js]
+            turns = [
+                _Turn(
+                    env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)},
+                    lowering.values | moved | {id(x.node): x.value(m) for x in streams},
+                    dict(lowering.wrong),
                 )
-                total.set(shown[0] + total.get())
-                least.set(k.min(shown[1], least.get()))
+                for j, m, row, moved in zip(js, ms, rows, lowering.moved(len(js)), strict=True)
+            ]
+            xs: list[Value] = [turn.env["s"] for turn in turns]
+            shown: list[Value | None] = [None] * len(js)
+            if program.score is not None:
+                for turn in turns:
+                    turn.env["s"] = turn.env["s"] * scale
+                xs = [lowering.vector(x) for x in lowering.value_in_step(program.score, turns)]
+            if program.mask is not None:
+                seen_by = [lowering.vector(x) for x in lowering.value_in_step(program.mask, turns)]
+                whole = [k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes) for j in js]
+                shown = [a | b for a, b in zip(seen_by, whole, strict=True)]
+                xs = [k.select(visible, x, hidden) for visible, x in zip(shown, xs, strict=True)]
+            for x, visible, row in zip(xs, shown, rows, strict=True):
+                k.store(x, row, at)
+                if program.score is None:
+                    continue
+                top.set(k.max(x, top.get()))
+                add, low = (x, x) if visible is None else (k.select(visible, x, y) for y in (zero, -hidden))
+                total.set(add + total.get())
+                least.set(k.min(low, least.get()))
+            for turn, visible, j, m in zip(turns, shown, js, ms, strict=True):
 
-        lowering.each_key(streams, env, p["first"], (begin, p["n_keys"]), key)
+                def looked_at(j: Value = j, visible: Value | None = visible) -> Value:
+                    inside = k.splat(j, s.lanes) < seen
+                    return inside if visible is None else inside & visible
+
+                lowering.wrong = turn.wrong
+                _note_wrong(lowering, wrong, looked_at, risky, streams, m)
+
+        import os
+        together = int(os.environ.get("SL_U", "4"))
+        lowering.each_key(
+            streams, env, p["first"], (begin, p["n_keys"]), lambda j, m: keys([j], [m]), None, keys if together > 1 else None, max(2, together) if together > 1 else 2
+        )
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)

@@ -326,6 +326,20 @@ class Function:
     def shuffle(self, a: Value, b: Value, index: Sequence[int]) -> Value:
         return Value(self, self.b.shuffle_vector(a.x, b.x, _numbers(I32, *index)))
 
+    def joined(self, parts: Sequence[Value]) -> Value:
+        """Returns vectors side by side as one, twice as many lanes for every power of 2: LLVM takes such a one apart,
+        so that each step of a computation is done for all before the next.
+        """
+        level = list(parts)
+        while len(level) > 1:
+            lanes = 2 * level[0].type.count
+            level = [self.shuffle(a, b, range(lanes)) for a, b in zip(level[::2], level[1::2], strict=True)]
+        return level[0]
+
+    def parted(self, a: Value, lanes: int) -> list[Value]:
+        """Returns what joined() had, of so many lanes each."""
+        return [self.shuffle(a, a, range(at, at + lanes)) for at in range(0, a.type.count, lanes)]
+
     def all(self, condition: Value) -> Value:
         n = condition.x.type.count
         return condition.bits(ir.IntType(n)).equals((1 << n) - 1)
