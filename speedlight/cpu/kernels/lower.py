@@ -15,7 +15,7 @@ from ...expressions.bounds import linear
 from ...expressions.operations import INT_MAX, INT_MIN, OPERATIONS
 from ...expressions.program import TABLE_WORDS, Program
 from ...expressions.tree import FLOW, OF_KEYS, Node, order
-from ..language.functions import FUNCTIONS, like
+from ..language.functions import FUNCTIONS, IN_STEP, like
 from ..language.lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
 from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, Variable, vec
@@ -29,9 +29,10 @@ _INFIX = {
 }  # fmt: skip
 
 
-class _Turn(NamedTuple):
-    """One of several keys that are computed in step."""
+class Turn(NamedTuple):
+    """One of the keys that are computed at once."""
 
+    key: Value
     env: dict[str, Value]
     values: dict[int, Value]
     wrong: dict[tuple[int, int], tuple[Value, Value]]
@@ -48,7 +49,7 @@ class Lowering:
         self.int = I32 if narrow else I64
         self.values: dict[int, Value] = {}
         self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
-        self.moving: dict[int, tuple[Variable, int]] = {}  # of nodes: at the next key, and from key to key
+        self.growing: dict[int, tuple[Variable, int]] = {}  # of a node: at the next key, and from key to key
 
     def type_of(self, kind: str) -> ir.Type:
         return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
@@ -74,46 +75,45 @@ class Lowering:
         return values[id(root)]
 
     def begin_keys(self, root: Node, env: dict[str, Value]) -> None:
-        """Finds what moves by the same number from key to key; `env`: of the first.
+        """Begins numbers that grow by a constant from key to key; `env`: of the first key.
 
-        Of integers that fit 32 bits float64 has each sum exactly.
+        Integers are added to. So is float64 where they fit 32 bits: all sums are exact there.
         """
         for node in order(root):
-            if node.op != "cast" or not node.is_float or node.args[0].kind != "int" or node.uses & {"s", FLOW}:
+            if node.op != "cast" or not node.is_float or node.uses & {"s", FLOW} or id(node) in self.values:
                 continue
             whole = node.args[0]
-            form = linear(whole)
+            form = linear(whole) if whole.kind == "int" else None
             if form is None or not form[1]:
                 continue
-            start = self.value(whole, env, dict(self.values))
-            if not isinstance(start.type, ir.VectorType):
+            x = self.value(whole, env, dict(self.values))
+            if not isinstance(x.type, ir.VectorType):
                 continue
             exact = self.int is I32 and self.type_of(node.kind) is F64
-            if exact:
-                start = self.k.to_float(start, like(start, F64))
-            self.moving[id(node if exact else whole)] = self.k.variable(start), form[1]
+            start = self.k.to_float(x, like(x, F64)) if exact else x
+            self.growing[id(node if exact else whole)] = self.k.variable(start), form[1]
 
-    def moved(self, keys: int) -> list[dict[int, Value]]:
-        """Returns the values of begin_keys() at the next keys, which they are then past."""
+    def next_keys(self, keys: int) -> list[dict[int, Value]]:
+        """Returns what grows, at so many keys, and goes on past them."""
         found: list[dict[int, Value]] = [{} for _ in range(keys)]
-        for node, (variable, step) in self.moving.items():
+        for node, (variable, step) in self.growing.items():
+            x = variable.get()
             for n, values in enumerate(found):
-                values[node] = variable.get() + step * n if n else variable.get()
-            variable.set(variable.get() + step * keys)
+                values[node] = x + n * step if n else x
+            variable.set(x + keys * step)
         return found
 
-    def value_in_step(self, root: Node, turns: list[_Turn]) -> list[Value]:
-        """As value(), of several keys: of a function each step is taken for all of them before the next."""
-        first = turns[0]
+    def values_of(self, root: Node, turns: list[Turn]) -> list[Value]:
+        """As value(), of several keys: the chains of their functions go in step, and overlap."""
         for node in order(root):
-            if id(node) in first.values:
+            if id(node) in turns[0].values:
                 continue
-            if node.op in FUNCTIONS and len(turns) > 1:
-                xs = [self.vector(turn.values[id(node.args[0])]) for turn in turns]
-                ys = self.k.parted(FUNCTIONS[node.op](self.k, self.k.joined(xs)), self.s.lanes)
-                for turn, y in zip(turns, ys, strict=True):
-                    turn.values[id(node)] = y
-                continue
+            if node.op in IN_STEP and len(turns) > 1:
+                xs = [turn.values[id(node.args[0])] for turn in turns]
+                if isinstance(xs[0].type, ir.VectorType):
+                    for turn, y in zip(turns, self.k.in_step(FUNCTIONS[node.op], xs), strict=True):
+                        turn.values[id(node)] = y
+                    continue
             for turn in turns:
                 self.wrong = turn.wrong
                 turn.values[id(node)] = self.emit(node, turn.env, turn.values)
@@ -276,26 +276,44 @@ class Lowering:
         ends: tuple[Value, Value],
         key: Callable[[Value, Value], None],
         after: Callable[[Value, Value], None] | None = None,
-        several: Callable[[list[Value], list[Value]], None] | None = None,
-        together: int = 2,
     ) -> None:
         """Calls key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
 
         `position`: of key 0. `after`: called with the ends of every group of keys, as many as lanes, but for the last.
         """
+        self.keys_at_once(streams, env, position, ends, lambda js, ms: key(js[0], ms[0]), 1, after)
+
+    def keys_at_once(
+        self,
+        streams: list[Stream],
+        env: dict[str, Value],
+        position: Value,
+        ends: tuple[Value, Value],
+        keys: Callable[[list[Value], list[Value]], None],
+        count: int,
+        after: Callable[[Value, Value], None] | None = None,
+    ) -> None:
+        """As each_key(), but calls keys() with so many of them, and at the end with one after another."""
         k, lanes, (begin, end) = self.k, self.s.lanes, ends
 
-        def turn_at(group: Value) -> Callable[[Value], None] | None:
-            if several is None:
-                return None
-            return lambda j: several([j + i for i in range(together)], [j - group + i for i in range(together)])
+        def take(first: Value, last: Value, filled: Value) -> None:
+            def turn(j: Value, count: int = count) -> None:
+                js = [j + i for i in range(count)]
+                keys(js, [x - filled for x in js])
+
+            def one(j: Value) -> None:
+                turn(j, 1)
+
+            if count > 1:
+                k.unrolled(first, last, one, count, turn)
+            elif streams or after is not None:
+                k.unrolled(first, last, one)
+            else:
+                with k.range(first, last) as j:
+                    one(j)
 
         if not streams and after is None:
-            if several is not None:
-                k.unrolled(begin, end, lambda j: key(j, j), together, turn_at(k.i64(0)))
-                return
-            with k.range(begin, end) as j:
-                key(j, j)
+            take(begin, end, k.i64(0))
             return
         with k.range(begin, end, lanes) as group:
             here = env | {"j": self.integer(position + group)}
@@ -303,9 +321,21 @@ class Lowering:
             for stream in streams:
                 index = self.wide(self.value(stream.node.args[-1], here, dict(self.values)))
                 stream.fill(index, group, last - group)
-            k.unrolled(group, last, lambda j, group=group: key(j, j - group), together, turn_at(group))
+            take(group, last, group)
             if after is not None:
                 after(group, last)
+
+
+def keys_of_turn(program: Program) -> int:
+    """Returns how many keys' scores are computed at once: so many that chains of steps overlap, and few where none is
+    long.
+    """
+    if program.score is None:
+        return 1
+    nodes = [node for node in order(program.score) if node.uses & OF_KEYS]
+    if any([node.op in IN_STEP for node in nodes]):
+        return 8
+    return 2
 
 
 def per_query_streams(program: Program) -> list[Node]:
@@ -383,47 +413,45 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         def keys(js: list[Value], ms: list[Value]) -> None:
             """Keys, which are those of `ms` among the ones whose streams are filled."""
             rows = [k.at(p["scores"], j * s.row_bytes) for j in js]
-            turns = [
-                _Turn(
-                    env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)},
-                    lowering.values | moved | {id(x.node): x.value(m) for x in streams},
-                    dict(lowering.wrong),
-                )
-                for j, m, row, moved in zip(js, ms, rows, lowering.moved(len(js)), strict=True)
-            ]
+            turns = []
+            for j, m, row, values in zip(js, ms, rows, lowering.next_keys(len(js)), strict=True):
+                now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)}
+                values = lowering.values | values | {id(x.node): x.value(m) for x in streams}
+                turns.append(Turn(j, now, values, dict(lowering.wrong)))
             xs: list[Value] = [turn.env["s"] for turn in turns]
-            shown: list[Value | None] = [None] * len(js)
+            visible: list[Value | None] = [None] * len(js)
             if program.score is not None:
-                for turn in turns:
-                    turn.env["s"] = turn.env["s"] * scale
-                xs = [lowering.vector(x) for x in lowering.value_in_step(program.score, turns)]
+                for turn, x in zip(turns, xs, strict=True):
+                    turn.env["s"] = x * scale
+                xs = [lowering.vector(x) for x in lowering.values_of(program.score, turns)]
             if program.mask is not None:
-                seen_by = [lowering.vector(x) for x in lowering.value_in_step(program.mask, turns)]
+                shown = [lowering.vector(x) for x in lowering.values_of(program.mask, turns)]
                 whole = [k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes) for j in js]
-                shown = [a | b for a, b in zip(seen_by, whole, strict=True)]
-                xs = [k.select(visible, x, hidden) for visible, x in zip(shown, xs, strict=True)]
-            for x, visible, row in zip(xs, shown, rows, strict=True):
+                visible = [x | y for x, y in zip(shown, whole, strict=True)]
+                xs = [k.select(y, x, hidden) for x, y in zip(xs, visible, strict=True)]
+            def note() -> None:
+                for turn, y, m in zip(turns, visible, ms, strict=True):
+
+                    def looked_at(j: Value = turn.key, y: Value | None = y) -> Value:
+                        inside = k.splat(j, s.lanes) < seen
+                        return inside if y is None else inside & y
+
+                    lowering.wrong = turn.wrong
+                    _note_wrong(lowering, wrong, looked_at, risky, streams, m)
+
+            if len(js) < 8:
+                note()
+            for x, y, row in zip(xs, visible, rows, strict=True):
                 k.store(x, row, at)
-                if program.score is None:
-                    continue
-                top.set(k.max(x, top.get()))
-                add, low = (x, x) if visible is None else (k.select(visible, x, y) for y in (zero, -hidden))
-                total.set(add + total.get())
-                least.set(k.min(low, least.get()))
-            for turn, visible, j, m in zip(turns, shown, js, ms, strict=True):
+                if program.score is not None:
+                    top.set(k.max(x, top.get()))
+                    shown = [x, x] if y is None else [k.select(y, x, z) for z in (zero, -hidden)]
+                    total.set(shown[0] + total.get())
+                    least.set(k.min(shown[1], least.get()))
+            if len(js) == 8:  # what is computed before a branch would be moved behind it, out of step
+                note()
 
-                def looked_at(j: Value = j, visible: Value | None = visible) -> Value:
-                    inside = k.splat(j, s.lanes) < seen
-                    return inside if visible is None else inside & visible
-
-                lowering.wrong = turn.wrong
-                _note_wrong(lowering, wrong, looked_at, risky, streams, m)
-
-        import os
-        together = int(os.environ.get("SL_U", "4"))
-        lowering.each_key(
-            streams, env, p["first"], (begin, p["n_keys"]), lambda j, m: keys([j], [m]), None, keys if together > 1 else None, max(2, together) if together > 1 else 2
-        )
+        lowering.keys_at_once(streams, env, p["first"], (begin, p["n_keys"]), keys, keys_of_turn(program))
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
