@@ -429,6 +429,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 whole = [k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes) for j in js]
                 visible = [x | y for x, y in zip(shown, whole, strict=True)]
                 xs = [k.select(y, x, hidden) for x, y in zip(xs, visible, strict=True)]
+
             def note() -> None:
                 for turn, y, m in zip(turns, visible, ms, strict=True):
 

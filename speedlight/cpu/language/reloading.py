@@ -8,7 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .vector import Function, Module, Value, bytes_of, constant, element_of, vec
+from .vector import Function, Module, Value, bytes_of, constant, vec
 
 
 class _VolatileLoad(ir.instructions.LoadInstr):
@@ -36,7 +36,8 @@ def addends(k: Function, t: ir.Type, values: Sequence[float]) -> Iterator[Value]
     if k.parts == 1:
         yield from [k.const(x, t) for x in values]
         return
-    one = vec(element_of(t), t.count // k.parts)
+    whole: Any = t
+    one = vec(whole.element, whole.count // k.parts)
     table = k.once(f"{one} {values}", lambda: _on_stack(k, one, values))
     for i in range(len(values)):
         yield k.joined([load_again(k, one, k.at(table, i * bytes_of(one)), 0)] * k.parts)

@@ -163,6 +163,12 @@ class Value:
         return Value(self.k, self.k.b.bitcast(self.x, t))
 
 
+def lanes_of(x: Value) -> int:
+    """Returns how many lanes a vector has."""
+    t: Any = x.type
+    return t.count
+
+
 Body = Callable[[Value], None]  # of a loop, at an index
 
 
@@ -343,7 +349,7 @@ class Function:
         """Returns vectors, a power of 2 of them, as one."""
         level = list(parts)
         while len(level) > 1:
-            lanes = 2 * level[0].type.count
+            lanes = 2 * lanes_of(level[0])
             level = [self.shuffle(a, b, range(lanes)) for a, b in zip(level[::2], level[1::2], strict=True)]
         return level[0]
 
@@ -351,7 +357,7 @@ class Function:
         """Returns f of vectors, each step of it taken for all of them before the next: f sees them as one vector, which
         LLVM takes apart.
         """
-        lanes, self.parts = xs[0].type.count, len(xs)
+        lanes, self.parts = lanes_of(xs[0]), len(xs)
         y = f(self, self.joined(xs))
         self.parts = 1
         return [self.shuffle(y, y, range(at, at + lanes)) for at in range(0, lanes * len(xs), lanes)]
