@@ -41,7 +41,7 @@ def balance_of(problem: Problem, how: Schedule) -> Balance | None:
         return None
     load, longest = load_of(problem, how), how.tuning.threading.region_seconds
     least = float(load.seconds.sum()) / min(how.threads, load.fed)
-    awake, asleep = _makespans(load, how.threads, longest, [False, True])
+    awake, asleep = makespans(load, how.threads, longest, [False, True])
     return Balance(awake, least / awake if least else 1.0, least / asleep if least else 1.0)
 
 
@@ -88,10 +88,10 @@ def makespan(load: Load, threads: int, longest: float, *, asleep: bool) -> float
     """Returns the seconds of a call, region after region as the main thread runs them; all but the caller may sleep at
     first.
     """
-    return _makespans(load, threads, longest, [asleep])[0]
+    return makespans(load, threads, longest, [asleep])[0]
 
 
-def _makespans(load: Load, threads: int, longest: float, asleep: list[bool]) -> list[float]:
+def makespans(load: Load, threads: int, longest: float, asleep: list[bool]) -> list[float]:
     """Returns makespan() of each: those whose first regions end at the same ticket have all others in common."""
     before, seconds = load.seconds[:-_TICKETS], load.seconds[-_TICKETS:].tolist()
     alone, found = sum(seconds), []

@@ -29,6 +29,9 @@ _INFIX = {
 }  # fmt: skip
 
 
+IN_STEP_KEYS = 8  # whose functions' chains go in step: as many as two pipes of multiply-adds of 4 cycles take
+
+
 class Turn(NamedTuple):
     """One of the keys that are computed at once."""
 
@@ -295,6 +298,7 @@ class Lowering:
     ) -> None:
         """As each_key(), but calls keys() with so many of them, and at the end with one after another."""
         k, lanes, (begin, end) = self.k, self.s.lanes, ends
+        count = min(count, lanes) if streams or after is not None else count
 
         def take(first: Value, last: Value, filled: Value) -> None:
             def turn(j: Value, count: int = count) -> None:
@@ -334,7 +338,7 @@ def keys_of_turn(program: Program) -> int:
         return 1
     nodes = [node for node in order(program.score) if node.uses & OF_KEYS]
     if any([node.op in IN_STEP for node in nodes]):
-        return 8
+        return IN_STEP_KEYS
     return 2
 
 
@@ -391,6 +395,8 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     scale = scale_of(k, s)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
     hidden, zero, wide = k.const(float("-inf"), s.vector), k.const(0.0, s.vector), vec(I64, s.lanes)
+    count = keys_of_turn(program)
+    in_step = count == IN_STEP_KEYS
     # without a score nothing happens to visible keys
     begin = k.i64(0) if program.score is not None else k.select(p["clear"] > 0, k.i64(0), p["full"])
     with k.range(0, s.vectors) as v:
@@ -440,7 +446,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                     lowering.wrong = turn.wrong
                     _note_wrong(lowering, wrong, looked_at, risky, streams, m)
 
-            if len(js) < 8:
+            if not in_step:
                 note()
             for x, y, row in zip(xs, visible, rows, strict=True):
                 k.store(x, row, at)
@@ -449,10 +455,10 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                     shown = [x, x] if y is None else [k.select(y, x, z) for z in (zero, -hidden)]
                     total.set(shown[0] + total.get())
                     least.set(k.min(shown[1], least.get()))
-            if len(js) == 8:  # what is computed before a branch would be moved behind it, out of step
+            if in_step:  # LLVM would move steps behind the branches of the notes
                 note()
 
-        lowering.keys_at_once(streams, env, p["first"], (begin, p["n_keys"]), keys, keys_of_turn(program))
+        lowering.keys_at_once(streams, env, p["first"], (begin, p["n_keys"]), keys, count)
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
