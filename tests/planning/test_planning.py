@@ -277,19 +277,19 @@ def test_planning_a_window_of_a_million_keys_is_quick_and_small():
 
 
 @pytest.mark.parametrize(
-    ("options", "most"),
+    "options",
     [
-        ({"mask": sl.window(1023, 0)}, 80),
-        ({"mask": sl.causal() | sl.prefix(1000)}, 300),
-        ({"score": sl.alibi([0.5] * 8), "causal": True}, 200),
+        {"mask": sl.window(1023, 0)},
+        {"mask": sl.causal() | sl.prefix(1000)},
+        {"score": sl.alibi([0.5] * 8), "causal": True},
     ],
 )
-def test_a_plan_of_a_million_rows_asks_few_questions(monkeypatch, options, most):
+def test_a_plan_of_a_million_rows_asks_few_questions(monkeypatch, options):
     """Each is of many boxes at once. A score that hides nothing is the same of all heads, whatever it is of each."""
     asked, ask = [], tiles.classes
     monkeypatch.setattr(tiles, "classes", lambda rows, i, j: asked.append(rows.head) or ask(rows, i, j))
     sl.plan(q_heads=8, q_len=10**6, head_dim=64, **options)
-    assert 0 < len(asked) < most and set(asked) == {0}
+    assert 0 < len(asked) < 100 and set(asked) == {0}
 
 
 def test_workspace_does_not_grow_with_the_lengths():
