@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..arrays.dtypes import DTYPES
 from ..errors import ArgumentError
-from ..expressions.program import Program
+from ..expressions.program import Program, hiding_condition
 from ..expressions.tracing import Expression
 from ..expressions.tree import Node, lazily
 from .options import DEFAULTS, exact_key, refuse_unknown
@@ -239,12 +239,13 @@ class Problem:
 
     @property
     def uses(self) -> frozenset[str]:
-        """The symbols that the mask or the score depends on."""
-        return frozenset[str]().union(*[x.uses for x in self.roots if x is not None])
+        """The symbols that decide what is hidden: of the mask, and of a score's condition for a number."""
+        mask, score = self.roots
+        return frozenset[str]().union(*[x.uses for x in (mask, hiding_condition(score)) if x is not None])
 
     def kinds(self, heads: int, *, apart: bool = False) -> Iterator[tuple[int, int, int]]:
-        """Yields item, head (of so many) and how many are like it, once for all that lengths, positions and expressions
-        cannot tell apart; `apart`: every item.
+        """Yields item, head (of so many) and how many are like it, once for all that lengths, positions and what is
+        hidden cannot tell apart; `apart`: every item.
         """
         items: dict[Any, list[int]] = {}
         by_item, by_head = apart or "b" in self.uses, "h" in self.uses

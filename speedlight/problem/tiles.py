@@ -22,6 +22,7 @@ from ..expressions.tree import Node, evaluate
 from .problem import PART, SPAN, TILE, Problem
 
 _MOST_BOXES, _TILES = 1 << 21, 1 << 25  # that are looked at where there are more tiles than that: about a second
+_FEW = 4096  # tiles that are rather classified at once than box by box
 _BOXES = 8192  # classified at once: their arrays stay in the cache
 
 
@@ -168,7 +169,7 @@ def tally(rows: Rows) -> Tally:
 
     def counted(begin: int, end: int) -> np.ndarray:
         part = Tally()
-        for _ in _mixed(rows, part, begin, end):
+        for _ in _mixed(rows, part, (begin, end, *_tiles_near(rows, begin, end, planes))):
             pass
         return np.array([part.full, part.mixed, part.keys, part.mixed_keys, part.full_pairs], dtype=object)
 
@@ -190,10 +191,36 @@ def tally(rows: Rows) -> Tally:
     return Tally(*map(int, total))
 
 
-def _mixed(rows: Rows, total: Tally, begin: int = 0, end: Any = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Walks these panels against all tiles, adds to `total`, yields panels and tiles that only counting resolves."""
+def _tiles_near(rows: Rows, begin: int, end: int, planes: list[list[Any]] | None) -> tuple[int, int]:
+    """Returns the tiles, from and to, outside which half-planes hide all from these panels."""
+    tiles = -(-rows.keys // TILE)
+    if planes is None or begin >= end:
+        return 0, tiles
+    start, i = rows.problem.k_start, (int(rows.first(begin)), int(rows.last(end - 1)))
+    most = start + int(rows.limit(np.int64(i[1]))) - 1
+    found = []
+    for term in planes:
+        low, high = start, most
+        for i_sign, j_sign, c in term:
+            ends = [i_sign * x + c for x in i]  # and with j_sign · j it is at most 0
+            if j_sign < 0:
+                low = max(low, min(ends))
+            elif j_sign > 0 or min(ends) > 0:
+                high = min(high, -min(ends) if j_sign else start - 1)
+        if low <= high:
+            found.append((low, high))
+    low, high = min((x for x, _ in found), default=start), max((x for _, x in found), default=start - 1)
+    return (low - start) // TILE, (high - start) // TILE + 1
+
+
+def _mixed(
+    rows: Rows, total: Tally, box: tuple[int, int, int, int] | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Walks panels against tiles, from and to, or all; adds to `total`, yields panels and tiles that only counting
+    resolves.
+    """
     splits = splits_alike(rows)
-    square = np.array([[begin, rows.panels if end is None else end, 0, -(-rows.keys // TILE)]], _type(rows)).T
+    square = np.array([box or (0, rows.panels, 0, -(-rows.keys // TILE))], _type(rows)).T
     for full, _, (p, t, kind) in _walk(rows, square):
         _add_full(rows, total, *full)
         if not splits and full.size:
@@ -248,7 +275,7 @@ def _walk(
         yield _Told(boxes[:, whole], boxes[:, kind == 0], (p0[leaves], t0[leaves], kind[leaves]))
         rest = boxes[:, (kind > 0) & ~whole & ~single]
         if rest.size:
-            stack.append(_halves(rest))
+            stack.append(_parts(rest))
 
 
 def _type(rows: Rows) -> Any:
@@ -258,8 +285,16 @@ def _type(rows: Rows) -> Any:
     return np.int32 if most is not None and max(most, ends * p.group) < 1 << 26 else np.int64
 
 
-def _halves(boxes: np.ndarray) -> np.ndarray:
+def _parts(boxes: np.ndarray) -> np.ndarray:
+    """Returns single tiles, where all boxes have few, else halves by halves."""
     p0, p1, t0, t1 = boxes
+    wide = t1 - t0
+    tiles = (p1 - p0).astype(np.int64) * wide
+    if tiles.sum() <= _FEW:
+        of = np.repeat(np.arange(len(tiles)), tiles)
+        number = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)).astype(boxes.dtype)
+        p, t = p0[of] + number // wide[of], t0[of] + number % wide[of]
+        return np.stack([p, p + 1, t, t + 1])
     pm, tm = (p0 + p1 + 1) // 2, (t0 + t1 + 1) // 2
     four = [np.stack([a, b, c, d]) for a, b in ((p0, pm), (pm, p1)) for c, d in ((t0, tm), (tm, t1))]
     out = np.concatenate(four, axis=1)

@@ -7,6 +7,7 @@ import pytest
 from problems import qkv
 
 import speedlight as sl
+from speedlight.cpu.engine import makespan as makespans
 from speedlight.cpu.engine.makespan import Load, balance_of, makespan, run_region
 from speedlight.cpu.engine.schedule import schedule
 from speedlight.cpu.runtime import launch
@@ -76,6 +77,18 @@ def test_what_comes_before_the_simulated_tickets_is_taken_as_even():
     load = Load(np.full(100_000, 1e-6), np.inf)
     assert makespan(load, 10, 1.0, asleep=False) == pytest.approx(0.01, rel=0.5)
     assert makespan(load, 10, 1.0, asleep=True) > makespan(load, 10, 1.0, asleep=False)
+
+
+def test_regions_that_are_alike_are_simulated_once(monkeypatch):
+    """Whether threads slept at first is told by the first region alone; those after it are the same."""
+    simulated, seconds = [], np.repeat(np.linspace(1e-2, 2e-2, 50), 8)
+    monkeypatch.setattr(
+        makespans, "run_region", lambda tickets, *more: simulated.append(tickets) or run_region(tickets, *more)
+    )
+    took = makespan(Load(seconds, np.inf), 2, 0.048, asleep=False)
+    assert len(simulated) < len(seconds) / 2 / 2
+    both = makespans.makespans(Load(seconds, np.inf), 2, 0.048, [False, True])
+    assert both[0] == took < both[1] < took + 1e-3 and len(simulated) < len(seconds) / 2
 
 
 def test_a_plan_tells_the_balance_of_threads_that_are_not_here():

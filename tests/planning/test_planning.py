@@ -24,6 +24,7 @@ from speedlight.cpu.runtime.tuned import tuning_of
 from speedlight.host import machine
 from speedlight.host.machine import current_isa, isa_named
 from speedlight.host.tunings import TUNINGS
+from speedlight.problem import tiles
 from speedlight.problem.build import from_arrays
 from speedlight.problem.gradients import Asked
 from speedlight.problem.operands import Dense, Operands, Rows, Strides
@@ -273,6 +274,22 @@ def test_planning_a_window_of_a_million_keys_is_quick_and_small():
     tracemalloc.stop()
     assert plan.visible_pairs == 8 * ((1 << 20) * 1024 - 1023 * 1024 // 2)
     assert plan.tile_flops < 1.2 * plan.flops and peak < 10 << 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": sl.window(1023, 0)},
+        {"mask": sl.causal() | sl.prefix(1000)},
+        {"score": sl.alibi([0.5] * 8), "causal": True},
+    ],
+)
+def test_a_plan_of_a_million_rows_asks_few_questions(monkeypatch, options):
+    """Each is of many boxes at once. A score that hides nothing is the same of all heads, whatever it is of each."""
+    asked, ask = [], tiles.classes
+    monkeypatch.setattr(tiles, "classes", lambda rows, i, j: asked.append(rows.head) or ask(rows, i, j))
+    sl.plan(q_heads=8, q_len=10**6, head_dim=64, **options)
+    assert 0 < len(asked) < 100 and set(asked) == {0}
 
 
 def test_workspace_does_not_grow_with_the_lengths():

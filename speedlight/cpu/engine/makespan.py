@@ -6,6 +6,7 @@ another. A ticket takes the time of its products, or of reading its keys; thread
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ def balance_of(problem: Problem, how: Schedule) -> Balance | None:
         return None
     load, longest = load_of(problem, how), how.tuning.threading.region_seconds
     least = float(load.seconds.sum()) / min(how.threads, load.fed)
-    awake, asleep = (makespan(load, how.threads, longest, asleep=x) for x in (False, True))
+    awake, asleep = makespans(load, how.threads, longest, [False, True])
     return Balance(awake, least / awake if least else 1.0, least / asleep if least else 1.0)
 
 
@@ -87,16 +88,43 @@ def makespan(load: Load, threads: int, longest: float, *, asleep: bool) -> float
     """Returns the seconds of a call, region after region as the main thread runs them; all but the caller may sleep at
     first.
     """
+    return makespans(load, threads, longest, [asleep])[0]
+
+
+def makespans(load: Load, threads: int, longest: float, asleep: list[bool]) -> list[float]:
+    """Returns makespan() of each: those whose first regions end at the same ticket have all others in common."""
     before, seconds = load.seconds[:-_TICKETS], load.seconds[-_TICKETS:].tolist()
-    passed, done, alone = float(before.sum()) / min(threads, load.fed), 0, sum(seconds)
+    alone, found = sum(seconds), []
     step = len(seconds) if alone < longest else first_region(len(seconds), threads, alone, longest)
+    others: dict[tuple[int, int], list[float]] = {}
+    for sleeps in asleep:
+        passed = float(before.sum()) / min(threads, load.fed)
+        if seconds:
+            arrive = _arrivals(threads, asleep=sleeps)
+            took = run_region(seconds[:step], arrive, load.fed, _sockets(threads) * _LINE)
+            done = min(step, len(seconds))
+            passed, rest = passed + took, (done, next_region(step, done, threads, took, longest))
+            if rest not in others:
+                others[rest] = _regions(seconds, *rest, load.fed, threads, longest)
+            for took in others[rest]:
+                passed = passed + took + _BETWEEN
+        found.append(passed)
+    return found
+
+
+def _regions(seconds: list[float], done: int, step: int, fed: float, threads: int, longest: float) -> list[float]:
+    """Returns what each region takes, from ticket `done` on. Those of equal tickets, as heads have them, are alike."""
+    known: dict[tuple[float, ...], float] = {}
+    arrive, line, found = _arrivals(threads, asleep=False), _sockets(threads) * _LINE, []
     while done < len(seconds):
-        tickets = seconds[done : done + step]
-        arrive = _arrivals(threads, asleep=asleep and not done)
-        took = run_region(tickets, arrive, load.fed, _sockets(threads) * _LINE)
-        passed, done = passed + took + (_BETWEEN if done else 0.0), done + len(tickets)
+        tickets = tuple(seconds[done : done + step])
+        if tickets not in known:
+            known[tickets] = run_region(tickets, arrive, fed, line)
+        took = known[tickets]
+        found.append(took)
+        done += len(tickets)
         step = next_region(step, len(tickets), threads, took, longest)
-    return passed
+    return found
 
 
 def _arrivals(threads: int, *, asleep: bool) -> list[float]:
@@ -113,7 +141,7 @@ def _arrivals(threads: int, *, asleep: bool) -> list[float]:
     return found
 
 
-def run_region(seconds: list[float], arrive: list[float], fed: float, line: float) -> float:
+def run_region(seconds: Sequence[float], arrive: list[float], fed: float, line: float) -> float:
     """Returns when all threads have left a region; `line`: seconds of a visit to the line of tickets."""
     clock = [(at, -1) for at in arrive]  # who comes when: for a first ticket (-1), or with a ticket
     heapify(clock)

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
+from ...expressions.bounds import linear
 from ...expressions.operations import INT_MAX, INT_MIN, OPERATIONS
 from ...expressions.program import TABLE_WORDS, Program
-from ...expressions.tree import OF_KEYS, Node, order
-from ..language.functions import FUNCTIONS, like
+from ...expressions.tree import FLOW, OF_KEYS, Node, order
+from ..language.functions import FUNCTIONS, IN_STEP, like
 from ..language.lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
 from ..language.prototypes import prototype
-from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
+from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, Variable, vec
 from ..memory.records import WRONG
 from ..memory.records import field as field_at
 from ..memory.shape import Shape
@@ -27,6 +28,18 @@ _INFIX = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "and": operator.and_,
     "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
+
+
+IN_STEP_KEYS = 8  # whose functions' chains go in step: as many as two pipes of multiply-adds of 4 cycles take
+
+
+class Turn(NamedTuple):
+    """One of the keys that are computed at once."""
+
+    key: Value
+    env: dict[str, Value]
+    values: dict[int, Value]
+    wrong: dict[tuple[int, int], tuple[Value, Value]]
 
 
 class Lowering:
@@ -40,6 +53,7 @@ class Lowering:
         self.int = I32 if narrow else I64
         self.values: dict[int, Value] = {}
         self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
+        self.growing: dict[int, tuple[Variable, int]] = {}  # of a node: at the next key, and from key to key
 
     def type_of(self, kind: str) -> ir.Type:
         return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
@@ -63,6 +77,51 @@ class Lowering:
             if id(node) not in values:
                 values[id(node)] = self.emit(node, env, values)
         return values[id(root)]
+
+    def begin_keys(self, root: Node, env: dict[str, Value]) -> None:
+        """Begins numbers that grow by a constant from key to key; `env`: of the first key.
+
+        Integers are added to. So is float64 where they fit 32 bits: all sums are exact there.
+        """
+        for node in order(root):
+            if node.op != "cast" or not node.is_float or node.uses & {"s", FLOW} or id(node) in self.values:
+                continue
+            whole = node.args[0]
+            form = linear(whole) if whole.kind == "int" else None
+            if form is None or not form[1]:
+                continue
+            x = self.value(whole, env, dict(self.values))
+            if not isinstance(x.type, ir.VectorType):
+                continue
+            exact = self.int is I32 and self.type_of(node.kind) is F64
+            start = self.k.to_float(x, like(x, F64)) if exact else x
+            self.growing[id(node if exact else whole)] = self.k.variable(start), form[1]
+
+    def next_keys(self, keys: int) -> list[dict[int, Value]]:
+        """Returns what grows, at so many keys, and goes on past them."""
+        found: list[dict[int, Value]] = [{} for _ in range(keys)]
+        for node, (variable, step) in self.growing.items():
+            x = variable.get()
+            for n, values in enumerate(found):
+                values[node] = x + n * step if n else x
+            variable.set(x + keys * step)
+        return found
+
+    def values_of(self, root: Node, turns: list[Turn]) -> list[Value]:
+        """As value(), of several keys: the chains of their functions go in step, and overlap."""
+        for node in order(root):
+            if id(node) in turns[0].values:
+                continue
+            if node.op in IN_STEP and len(turns) > 1:
+                xs = [turn.values[id(node.args[0])] for turn in turns]
+                if isinstance(xs[0].type, ir.VectorType):
+                    for turn, y in zip(turns, self.k.in_step(FUNCTIONS[node.op], xs), strict=True):
+                        turn.values[id(node)] = y
+                    continue
+            for turn in turns:
+                self.wrong = turn.wrong
+                turn.values[id(node)] = self.emit(node, turn.env, turn.values)
+        return [turn.values[id(root)] for turn in turns]
 
     def vector(self, x: Value) -> Value:
         return x if isinstance(x.type, ir.VectorType) else self.k.splat(x, self.s.lanes)
@@ -226,10 +285,40 @@ class Lowering:
 
         `position`: of key 0. `after`: called with the ends of every group of keys, as many as lanes, but for the last.
         """
+        self.keys_at_once(streams, env, position, ends, lambda js, ms: key(js[0], ms[0]), 1, after)
+
+    def keys_at_once(
+        self,
+        streams: list[Stream],
+        env: dict[str, Value],
+        position: Value,
+        ends: tuple[Value, Value],
+        keys: Callable[[list[Value], list[Value]], None],
+        count: int,
+        after: Callable[[Value, Value], None] | None = None,
+    ) -> None:
+        """As each_key(), but calls keys() with so many of them, and at the end with one after another."""
         k, lanes, (begin, end) = self.k, self.s.lanes, ends
+        count = min(count, lanes) if streams or after is not None else count
+
+        def take(first: Value, last: Value, filled: Value) -> None:
+            def turn(j: Value, count: int = count) -> None:
+                js = [j + i for i in range(count)]
+                keys(js, [x - filled for x in js])
+
+            def one(j: Value) -> None:
+                turn(j, 1)
+
+            if count > 1:
+                k.unrolled(first, last, one, count, turn)
+            elif streams or after is not None:
+                k.unrolled(first, last, one)
+            else:
+                with k.range(first, last) as j:
+                    one(j)
+
         if not streams and after is None:
-            with k.range(begin, end) as j:
-                key(j, j)
+            take(begin, end, k.i64(0))
             return
         with k.range(begin, end, lanes) as group:
             here = env | {"j": self.integer(position + group)}
@@ -237,9 +326,21 @@ class Lowering:
             for stream in streams:
                 index = self.wide(self.value(stream.node.args[-1], here, dict(self.values)))
                 stream.fill(index, group, last - group)
-            k.unrolled(group, last, lambda j: key(j, j - group))
+            take(group, last, group)
             if after is not None:
                 after(group, last)
+
+
+def keys_of_turn(program: Program) -> int:
+    """Returns how many keys' scores are computed at once: so many that chains of steps overlap, and few where none is
+    long.
+    """
+    if program.score is None:
+        return 1
+    nodes = [node for node in order(program.score) if node.uses & OF_KEYS]
+    if any([node.op in IN_STEP for node in nodes]):
+        return IN_STEP_KEYS
+    return 2
 
 
 def per_query_streams(program: Program) -> list[Node]:
@@ -295,7 +396,9 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     p = k.p
     scale = scale_of(k, s)
     numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
-    hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
+    hidden, zero, wide = k.const(float("-inf"), s.vector), k.const(0.0, s.vector), vec(I64, s.lanes)
+    count = keys_of_turn(program)
+    in_step = count == IN_STEP_KEYS
     # without a score nothing happens to visible keys
     begin = k.i64(0) if program.score is not None else k.select(p["clear"] > 0, k.i64(0), p["full"])
     with k.range(0, s.vectors) as v:
@@ -310,41 +413,58 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
             program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
         )
         risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
+        for root in (program.score, program.mask):
+            if root is not None:
+                lowering.begin_keys(root, env | {"j": lowering.integer(p["first"] + begin)})
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
 
-        def key(j: Value, m: Value) -> None:
-            """Key j, which is the m-th of those whose streams are filled."""
-            row = k.at(p["scores"], j * s.row_bytes)
-            now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)}
-            values = lowering.values | {id(x.node): x.value(m) for x in streams}
-            x, visible = now["s"], None
+        def keys(js: list[Value], ms: list[Value]) -> None:
+            """Keys, which are those of `ms` among the ones whose streams are filled."""
+            rows = [k.at(p["scores"], j * s.row_bytes) for j in js]
+            turns = []
+            for j, m, row, values in zip(js, ms, rows, lowering.next_keys(len(js)), strict=True):
+                now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)}
+                values = lowering.values | values | {id(x.node): x.value(m) for x in streams}
+                turns.append(Turn(j, now, values, dict(lowering.wrong)))
+            xs: list[Value] = [turn.env["s"] for turn in turns]
+            visible: list[Value | None] = [None] * len(js)
             if program.score is not None:
-                now["s"] = x * scale
-                x = lowering.vector(lowering.value(program.score, now, values))
+                for turn, x in zip(turns, xs, strict=True):
+                    turn.env["s"] = x * scale
+                xs = [lowering.vector(x) for x in lowering.values_of(program.score, turns)]
             if program.mask is not None:
-                whole = k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes)
-                visible = lowering.vector(lowering.value(program.mask, now, values)) | whole
-                x = k.select(visible, x, hidden)
+                shown = [lowering.vector(x) for x in lowering.values_of(program.mask, turns)]
+                whole = [k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes) for j in js]
+                visible = [x | y for x, y in zip(shown, whole, strict=True)]
+                xs = [k.select(y, x, hidden) for x, y in zip(xs, visible, strict=True)]
 
-            def looked_at() -> Value:
-                inside = k.splat(j, s.lanes) < seen
-                return inside if visible is None else inside & visible
+            def note() -> None:
+                for turn, y, m in zip(turns, visible, ms, strict=True):
 
-            def position() -> list[Value]:
-                heads, rows = (k.load(wide, k.at(p["lanes"], lane), n * s.panel * 8) for n in (1, 0))
-                return [heads, rows, k.splat(p["first"] + j, s.lanes)]
+                    def position(j: Value = turn.key) -> list[Value]:
+                        heads, rows = (k.load(wide, k.at(p["lanes"], lane), n * s.panel * 8) for n in (1, 0))
+                        return [heads, rows, k.splat(p["first"] + j, s.lanes)]
 
-            _note_wrong(lowering, notes, position, looked_at, risky, streams, m)
-            k.store(x, row, at)
-            if program.score is not None:
-                top.set(k.max(x, top.get()))
-                shown = (
-                    [x, x] if visible is None else [k.select(visible, x, y) for y in (k.const(0.0, s.vector), -hidden)]
-                )
-                total.set(shown[0] + total.get())
-                least.set(k.min(shown[1], least.get()))
+                    def looked_at(j: Value = turn.key, y: Value | None = y) -> Value:
+                        inside = k.splat(j, s.lanes) < seen
+                        return inside if y is None else inside & y
 
-        lowering.each_key(streams, env, p["first"], (begin, p["n_keys"]), key)
+                    lowering.wrong = turn.wrong
+                    _note_wrong(lowering, notes, position, looked_at, risky, streams, m)
+
+            if not in_step:
+                note()
+            for x, y, row in zip(xs, visible, rows, strict=True):
+                k.store(x, row, at)
+                if program.score is not None:
+                    top.set(k.max(x, top.get()))
+                    shown = [x, x] if y is None else [k.select(y, x, z) for z in (zero, -hidden)]
+                    total.set(shown[0] + total.get())
+                    least.set(k.min(shown[1], least.get()))
+            if in_step:  # LLVM would move steps behind the branches of the notes
+                note()
+
+        lowering.keys_at_once(streams, env, p["first"], (begin, p["n_keys"]), keys, count)
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)

@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite import ir
 
 from ...expressions.operations import MOST_ANGLE
+from .reloading import addends
 from .vector import F32, F64, I32, I64, Function, Value, element_of, vec
 
 # ln2 in two parts (n times the first is exact), terms of Q, bits of the fraction, least and greatest argument of exp
@@ -49,12 +50,18 @@ def _rounded(k: Function, x: Value) -> tuple[Value, Value]:
     return moved - magic, moved.bits(_integer(x)) << _SHIFT[t]
 
 
+def _series(k: Function, x: Value, by: float) -> Value:
+    """Q of by · x; by: a power of 2, which changes no rounding, and comes out as a factor, too."""
+    terms = [by**n / math.factorial(n) for n in range(_TERMS[element_of(x.type)], 0, -1)]
+    q = k.const(terms[0], x.type)
+    for term in addends(k, x.type, terms[1:]):
+        q = k.fma(q, x, term)
+    return q
+
+
 def _expansion(k: Function, r: Value) -> Value:
     """e^r - 1, relatively exact."""
-    q = k.const(1 / math.factorial(_TERMS[element_of(r.type)]), r.type)
-    for n in range(_TERMS[element_of(r.type)] - 1, 0, -1):
-        q = k.fma(q, r, k.const(1 / math.factorial(n), r.type))
-    return q * r
+    return _series(k, r, 1.0) * r
 
 
 def _reduced(k: Function, x: Value) -> tuple[Value, Value]:
@@ -87,14 +94,25 @@ def exp2(k: Function, x: Value) -> Value:
 
 
 def tanh(k: Function, x: Value) -> Value:
-    """From e^(-2|x|) - 1, which is exact where it is small."""
-    least = k.const(-40.0 if element_of(x.type) is F32 else -80.0, x.type)
-    twice = k.max(k.abs(x) * -2.0, least)
-    r, power = _reduced(k, twice)
-    scale = (k.const(1.0, x.type).bits(power.type) + power).bits(x.type)
-    below = k.fma(scale, _expansion(k, r), scale - 1.0)
-    y = k.abs(below / (below + 2.0))
-    return k.select(x.differs(x), x, k.select(x < 0.0, -y, y))
+    """From e^(-2|x|) - 1, which is exact where it is small. Of -0 it is +0.
+
+    All is in halves, from -|x| and an r that is half of what _reduced() gives; NaN goes through. Each step rounds as in
+    whole numbers.
+    """
+    t, whole = element_of(x.type), _integer(x)
+    sign = k.const(-(1 << (63 if t is F64 else 31)), whole)
+    least = k.const(-20.0 if t is F32 else -40.0, x.type)
+    minus = k.max(least, (x.bits(whole) | sign).bits(x.type))
+    log2_e, magic = k.const(2 * math.log2(math.e), x.type), k.const(1.5 * 2.0 ** _SHIFT[t], x.type)
+    # rounded once or twice: all numbers of f32 were tried, tanh is the same
+    moved = k.fma(minus, log2_e, magic) if t is F32 else minus * log2_e + magic
+    n = moved - magic
+    high, low = (k.const(part / 2, x.type) for part in _SPLIT[t])
+    r = k.fma(-n, low, k.fma(-n, high, minus))
+    scale = (k.const(1.0, x.type).bits(whole) + (moved.bits(whole) << _SHIFT[t])).bits(x.type)
+    below = k.fma(scale, _series(k, r, 2.0) * r, scale - 1.0)
+    y = below / (below + 2.0)
+    return (k.abs(y).bits(whole) | ((x + 0.0).bits(whole) & sign)).bits(x.type)
 
 
 def sigmoid(k: Function, x: Value) -> Value:
@@ -269,6 +287,7 @@ def sqrt(k: Function, x: Value) -> Value:
     return k.unary("sqrt", x)
 
 
+IN_STEP = frozenset(("exp", "exp2", "tanh", "sigmoid"))  # chains of so many steps that several overlap, and no more
 FUNCTIONS: dict[str, Any] = {
     "exp": exp,
     "exp2": exp2,

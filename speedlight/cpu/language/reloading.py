@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
 
-from .vector import Function, Module, Value, constant
+from .vector import Function, Module, Value, bytes_of, constant, vec
 
 
 class _VolatileLoad(ir.instructions.LoadInstr):
@@ -25,6 +25,33 @@ def load_again(k: Function, t: ir.Type, pointer: Value, offset: int) -> Value:
     found = _VolatileLoad(k.b.block, k.at(pointer, offset).x, typ=t)
     k.b._insert(found)
     return Value(k, found)
+
+
+def addends(k: Function, t: ir.Type, values: Sequence[float]) -> Iterator[Value]:
+    """Yields numbers that a chain of multiply-adds adds, in every lane of `t`, where each is added.
+
+    Under k.in_step() all parts share one load there. It keeps their chains side by side, which LLVM would else take one
+    after another to save registers.
+    """
+    if k.parts == 1:
+        yield from [k.const(x, t) for x in values]
+        return
+    whole: Any = t
+    one = vec(whole.element, whole.count // k.parts)
+    table = k.once(f"{one} {values}", lambda: _on_stack(k, one, values))
+    for i in range(len(values)):
+        yield k.joined([load_again(k, one, k.at(table, i * bytes_of(one)), 0)] * k.parts)
+
+
+def _on_stack(k: Function, t: ir.Type, values: Sequence[float]) -> Value:
+    """Stores numbers, each in every lane, before the function begins: where it is compiled in parts there is no other
+    place.
+    """
+    table = k.buffer(t, len(values))
+    with k.b.goto_entry_block():
+        for i, x in enumerate(values):
+            k.store(k.const(x, t), table, i * bytes_of(t))
+    return table
 
 
 def table_of(k: Function, t: ir.Type, values: Sequence[float]) -> Value:

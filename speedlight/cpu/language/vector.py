@@ -34,7 +34,7 @@ class _BFloat(ir.types.Type):
 
 
 BF16 = _BFloat()
-_SIZES = {I8: 1, I16: 2, I32: 4, I64: 8}
+_SIZES = {I8: 1, I16: 2, I32: 4, I64: 8, F16: 2, F32: 4, F64: 8}
 _SUFFIX = {F16: "f16", F32: "f32", F64: "f64", I32: "i32", I64: "i64"}
 
 
@@ -57,6 +57,11 @@ def _numbers(element: ir.Type, *values: int) -> ir.Constant:
 
 def element_of(t: ir.Type) -> ir.Type:
     return t.element if isinstance(t, ir.VectorType) else t
+
+
+def bytes_of(t: ir.Type) -> int:
+    """Returns the bytes of a number, or of a vector."""
+    return t.count * _SIZES[t.element] if isinstance(t, ir.VectorType) else _SIZES[t]
 
 
 def _suffix(t: ir.Type) -> str:
@@ -158,6 +163,12 @@ class Value:
         return Value(self.k, self.k.b.bitcast(self.x, t))
 
 
+def lanes_of(x: Value) -> int:
+    """Returns how many lanes a vector has."""
+    t: Any = x.type
+    return t.count
+
+
 Body = Callable[[Value], None]  # of a loop, at an index
 
 
@@ -256,6 +267,14 @@ class Function:
         self.b.branch(body)
         self.b.position_at_end(body)
         self.p = {name: Value(self, arg) for name, arg in zip(params, self.f.args, strict=True)}
+        self.parts = 1  # how many vectors are one, under in_step()
+        self.made: dict[str, Value] = {}
+
+    def once(self, name: str, make: Callable[[], Value]) -> Value:
+        """Returns what `make` wrote in this function, once for all that use it."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
 
     def finish(self, value: Value | None = None) -> Any:
         if value is None:
@@ -326,6 +345,23 @@ class Function:
     def shuffle(self, a: Value, b: Value, index: Sequence[int]) -> Value:
         return Value(self, self.b.shuffle_vector(a.x, b.x, _numbers(I32, *index)))
 
+    def joined(self, parts: Sequence[Value]) -> Value:
+        """Returns vectors, a power of 2 of them, as one."""
+        level = list(parts)
+        while len(level) > 1:
+            lanes = 2 * lanes_of(level[0])
+            level = [self.shuffle(a, b, range(lanes)) for a, b in zip(level[::2], level[1::2], strict=True)]
+        return level[0]
+
+    def in_step(self, f: Callable[[Function, Value], Value], xs: Sequence[Value]) -> list[Value]:
+        """Returns f of vectors, each step of it taken for all of them before the next: f sees them as one vector, which
+        LLVM takes apart.
+        """
+        lanes, self.parts = lanes_of(xs[0]), len(xs)
+        y = f(self, self.joined(xs))
+        self.parts = 1
+        return [self.shuffle(y, y, range(at, at + lanes)) for at in range(0, lanes * len(xs), lanes)]
+
     def all(self, condition: Value) -> Value:
         n = condition.x.type.count
         return condition.bits(ir.IntType(n)).equals((1 << n) - 1)
@@ -372,8 +408,7 @@ class Function:
 
     def stream(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
         """Stores a vector past the caches, at a multiple of its size."""
-        t: Any = value.type
-        stored = self.b.store(value.x, self.at(pointer, offset).x, align=t.count * _SIZES[t.element])
+        stored = self.b.store(value.x, self.at(pointer, offset).x, align=bytes_of(value.type))
         stored.set_metadata("nontemporal", self.module.ir.add_metadata([I32(1)]))
 
     def prefetch(self, pointer: Value, level: int = 1, *, write: bool = False) -> None:
