@@ -527,6 +527,7 @@ POOL: Case = {
     "return_lse": False,
     "kind": "numpy",
 }
+CHUNKS = POOL | {name: Lie.of(11, n, 16) for name, n in (("q", 4), ("k", 2), ("v", 2))} | {"new_lengths": [2, 9]}
 POOL_SIZES = {"n_new": (("q", 0), ("k", 0), ("v", 0)), "q_heads": (("q", 1),)}
 APPENDED: Case = {
     "out": Lie.of(5, 3, 2, 16),
@@ -690,6 +691,16 @@ DOORS = {
         + changes("kind", "numpy", "torch")
         + parts("pool", POOL, {"page_size": 32}, {"pages": 10}, {"layers": 3}, {"dtype": "float64"}, {"value_dim": 15}),
     ),
+    "chunks": Door(
+        attend_pool,
+        check_pool,
+        CHUNKS,
+        frozenset(),
+        {},
+        changes("new_lengths", [2, 9], [1, 10], [10, 1], [5, 6], [11, 0], [2, 8])
+        + changes("grows", True, False)
+        + (({"dropout": 0.5, "seed": 1}, {"dropout": 0.5, "seed": 1, "new_lengths": [9, 2]}),),
+    ),
     "append_paged": Door(
         append_paged,
         None,
@@ -735,7 +746,7 @@ MEMOS = {
     "calls.backward._prepared": ("autograd", "backward"),
     "calls.paged._prepared": ("paged",),
     "calls.rotary._known": ("rotary",),
-    "cpu.engine.steps._prepared": ("cache", "pool"),
+    "cpu.engine.steps._prepared": ("cache", "pool", "chunks"),
     "cpu.engine.append_call._prepared": ("append_paged",),
     "torch.blocks._known": ("flex",),
     "autograd.forms._texts": "its key is the text that its values are made of",
