@@ -184,7 +184,7 @@ TORCH = Insides(
     add_batch_dim=Inside("torch._add_batch_dim", None, _BATCHED),
     remove_batch_dim=Inside("torch._remove_batch_dim", None, _BATCHED),
     fused_sdp_choice=Inside(
-        "torch._fused_sdp_choice", lambda *_: 0, "results without a batch are contiguous, whatever PyTorch's are"
+        "torch._fused_sdp_choice", None, "results of scaled_dot_product_attention lie as PyTorch 2.13's do"
     ),
     disable_current_modes=Inside(
         "torch.utils._python_dispatch._disable_current_modes",

@@ -11,10 +11,9 @@ from torch import Tensor
 from .. import ArgumentError, ArgumentTypeError
 from ..adapting import Library, draw_seed
 from ..errors.advice import of_head_dim, of_mask, of_no_tensor
-from ..host.graph_breaks import constant
-from ..host.insides import TORCH as INSIDES
 from ..problem.options import Causal, public, refuse_unknown
 from .attending import attention
+from .kernel_choice import takes_formula
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 TORCH = Library(
@@ -81,6 +80,7 @@ def scaled_dot_product_attention(
             raise ArgumentError("is_causal: expected False beside attn_mask; got both. Join them in one mask.")
         if _is_causal_bias(attn_mask):
             causal = _read_alignment(attn_mask, shape)
+            attn_mask = None
         else:
             found = check_mask(attn_mask, query, shape)
             mask, score = (found, None) if found.dtype == torch.bool else (None, found)
@@ -88,21 +88,18 @@ def scaled_dot_product_attention(
     dropout, seed = (dropout_p, int(draw_seed())) if dropout_p else (0.0, None)
     with TORCH.renamed:
         out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
-    usual = query.shape[0] == key.shape[0] if len(shape) == 4 else len(shape) == 3 and _keeps_order_without_batch()
-    usual = usual and not dropout_p and query.shape[-1] == value.shape[-1]
-    if usual and not (attn_mask is not None and attn_mask.requires_grad):
-        # in query's order, as PyTorch's own kernel has it; where it has none, its formula is contiguous
-        return out if len(shape) == 4 else out[0]
-    return out.reshape(*shape[:-1], value.shape[-1]).contiguous()
+    if len(shape) == 3:
+        out = out[0]
+    elif len(shape) != 4:
+        out = out.reshape(*shape[:-1], value.shape[-1])
+    if takes_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        return contiguous(out)
+    return out  # in query's order, as PyTorch's own kernel has it
 
 
-_WITHOUT_BATCH = torch.empty(1, 1, 8)
-
-
-@constant
-def _keeps_order_without_batch() -> bool:
-    """Returns whether PyTorch's own kernel takes (heads, length, dim), as it does since 2.14: its choice is asked."""
-    return INSIDES.fused_sdp_choice(_WITHOUT_BATCH, _WITHOUT_BATCH, _WITHOUT_BATCH) != 0
+def contiguous(out: Tensor) -> Tensor:
+    """Returns a contiguous tensor, whose dims of one have the strides of a new one, too."""
+    return out.reshape(out.shape) if out.is_contiguous() else out.contiguous()
 
 
 def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

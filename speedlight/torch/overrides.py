@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import flash_sdp_enabled
 from torch.nn import functional
 
 from .. import ArgumentError
@@ -22,7 +23,8 @@ from ..host.insides import TORCH
 from ..problem.problem import brief_options
 from . import fast_path, flash_kernels
 from .attending import attend_again
-from .dot_product import only_pytorch_takes, scaled_dot_product_attention
+from .dot_product import contiguous, only_pytorch_takes, scaled_dot_product_attention
+from .kernel_choice import takes_formula
 from .routing import (
     SDPA,
     Report,
@@ -187,24 +189,28 @@ def _attend_again(
         mask, score = None, attn_mask
     options = brief_options(mask, score, scale, "top-left" if is_causal else False)
     tag = _TAGS[enable_gqa]
-    lies_otherwise = attn_mask is not None and attn_mask.requires_grad  # as PyTorch's own has results then
-    out = None if lies_otherwise or torch.is_grad_enabled() else replay(tag, query, key, value, options)
+    by_formula = not flash_sdp_enabled() or (attn_mask is not None and attn_mask.requires_grad)
+    out = None if by_formula or torch.is_grad_enabled() else replay(tag, query, key, value, options)
     if out is None and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
-        out = attend_again(tag, query, key, value, options)
+        by_formula = takes_formula(query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
+        if by_formula:  # such calls have a tag of their own: what is replayed for the other lies as the query
+            tag = _FORMULA_TAGS[enable_gqa]
+            out = None if torch.is_grad_enabled() else replay(tag, query, key, value, options)
+        if out is None:
+            out = attend_again(tag, query, key, value, options)
     if out is not None:
         count_taken(SDPA)
-    if out is None or not lies_otherwise:
-        return out
-    return out.reshape(out.shape) if out.is_contiguous() else out.contiguous()  # of dims of one, strides, too
+    return contiguous(out) if by_formula and out is not None else out
 
 
 _TAGS = {False: ("sdpa",), True: ("sdpa", "grouped")}  # PyTorch's rules differ from ours, and with enable_gqa
+_FORMULA_TAGS = {False: ("sdpa", "formula"), True: ("sdpa", "formula", "grouped")}
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> bool:
     """Returns whether PyTorch's rules for these arguments are attention()'s."""
     q_shape, k_shape = query.shape, key.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or q_shape[0] != k_shape[0] or not q_shape[3]:
+    if len(q_shape) != 4 or len(k_shape) != 4 or q_shape[0] != k_shape[0] or 0 in q_shape or not k_shape[2]:
         return False
     if k_shape != value.shape or not (enable_gqa or q_shape[1] == k_shape[1]) or query.dtype != key.dtype:
         return False

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import speedlight as sl
 import speedlight.torch
 from speedlight.autograd import operators as ops
 from speedlight.autograd.forms import text_of
 from speedlight.problem.problem import Options
+from speedlight.torch import kernel_choice
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
 B, H, N, D = 2, 4, 6, 8
@@ -24,6 +33,7 @@ LAID = {
     "expanded": lambda h, d: torch.randn(1, h, N, d).expand(B, -1, -1, -1),
     "columns first": lambda h, d: torch.randn(B, h, d, N).mT,
     "one query": lambda h, d: torch.randn(B, 1, h, d).transpose(1, 2),
+    "every other column": lambda h, d: torch.randn(B, N, h, 2 * d).transpose(1, 2)[..., ::2],
 }
 CALLS = {
     "plain": lambda f, q, k, v: f(q, k, v),
@@ -55,6 +65,167 @@ def test_results_lie_as_pytorch_s_do(laid, call):
         with speedlight.torch.sdpa():
             for _ in range(3):
                 assert CALLS[call](functional.scaled_dot_product_attention, q, k, v).stride() == want.stride()
+
+
+KERNELS = {
+    "any": None,
+    "formula": [SDPBackend.MATH],
+    "fused": [SDPBackend.FLASH_ATTENTION],
+}
+LAID_APART = {  # query, key and value
+    "one of three": ("one of three",) * 3,
+    "a key's columns first": ("blhd", "columns first", "bhld"),
+    "a value's columns first": ("blhd", "blhd", "columns first"),
+    "a query's columns first": ("columns first", "bhld", "bhld"),
+    "every other column": ("every other column", "blhd", "blhd"),
+    "a value's every other column": ("bhld", "bhld", "every other column"),
+}
+OTHER_CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bool mask": {"attn_mask": torch.ones(N, N, dtype=torch.bool)},
+    "bias": {"attn_mask": torch.zeros(1, 1, N, N)},
+    "bias of heads": {"attn_mask": torch.zeros(H, N, N)},
+    "bias that is learned": {"attn_mask": torch.zeros(N, N, requires_grad=True)},
+    "fewer heads": {"enable_gqa": True},
+    "dropout": {"dropout_p": 0.5},
+}
+RECORDED = {  # whether gradients are, and of what
+    "nothing": (contextlib.nullcontext, False),
+    "the query": (contextlib.nullcontext, True),
+    "nothing, under no_grad": (torch.no_grad, True),
+}
+
+
+def call_of(laid, call, dtype, requires_grad):
+    """The arguments of a call, and its options."""
+    heads = H, *(2 if call == "fewer heads" else H,) * 2
+    q, k, v = (LAID[name](h, D).to(dtype) for name, h in zip(LAID_APART[laid], heads, strict=True))
+    return [q.detach().requires_grad_(requires_grad), k, v], OTHER_CALLS[call]
+
+
+def compare(pytorch, doors):
+    """Every door's result lies as PyTorch's; False where that has no kernel of those enabled."""
+    try:
+        want = pytorch()
+    except RuntimeError:
+        return False
+    for door in doors:
+        for _ in range(3):  # anew, repeated by Python, and by machine code
+            got = door()
+            assert (got.shape, got.stride()) == (want.shape, want.stride())
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of why it has no kernel
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("laid", LAID_APART)
+def test_results_lie_as_those_of_the_kernel_that_pytorch_chooses(laid, kernels):
+    """PyTorch is asked for its own: another release is judged by itself."""
+    compared, attend = 0, functional.scaled_dot_product_attention
+    with contextlib.nullcontext() if KERNELS[kernels] is None else sdpa_kernel(KERNELS[kernels]):
+        for call, recorded in itertools.product(OTHER_CALLS, RECORDED):
+            mode, requires_grad = RECORDED[recorded]
+            for dtype in (torch.float32, torch.bfloat16) if call == "plain" else (torch.float32,):
+                given, options = call_of(laid, call, dtype, requires_grad)
+                several = [given]
+                if recorded == "nothing" and call != "bias":
+                    several.append([x[0] for x in given])  # without a batch
+                for tensors in several:
+                    ours = functools.partial(speedlight.torch.scaled_dot_product_attention, *tensors, **options)
+                    theirs = functools.partial(attend, *tensors, **options)
+                    with mode():
+                        compared += compare(theirs, [ours, taken(theirs)])
+    assert compared > 30 or kernels == "fused"
+    assert compared > 10 or laid != "one of three"
+
+
+def taken(call):
+    """A call inside sdpa()."""
+
+    def function():
+        with speedlight.torch.sdpa():
+            return call()
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q[:, :1], k, v),
+        lambda q, k, v: (q, k[:, :1], v[:, :1]),
+        lambda q, k, v: (q, k[:1], v[:1]),
+        lambda q, k, v: (q[:1], k, v),
+        lambda q, k, v: (q, k[0], v[0]),
+        lambda q, k, v: (q[0, 0], k, v),
+        lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0]),
+        lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+        lambda q, k, v: (q[..., ::8], k[..., ::8], v),
+        lambda q, k, v: (q, k[:, :, :3], v[:, :, :3], None, 0.0, True),
+        lambda q, k, v: (q, k, v, torch.zeros(1, N, N)),
+        lambda q, k, v: (q, k, v, torch.zeros(N, N).mT),
+        lambda q, k, v: (q, k, v, CausalBias(CausalVariant.LOWER_RIGHT, N, N)),
+    ],
+)
+def test_shapes_that_broadcast_lie_as_pytorch_s_do(change):
+    given = change(*(LAID["blhd"](H, D) for _ in range(3)))
+    call = functools.partial(functional.scaled_dot_product_attention, *given)
+    assert compare(call, [functools.partial(speedlight.torch.scaled_dot_product_attention, *given), taken(call)])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_repeated_call_follows_what_is_enabled(requires_grad):
+    """A kernel that is enabled or disabled later changes how the next result lies."""
+    q, k, v = (LAID["blhd"](H, D) for _ in range(3))
+    q.requires_grad_(requires_grad)
+    call = taken(lambda: functional.scaled_dot_product_attention(q, k, v))
+    with torch.set_grad_enabled(requires_grad):
+        for _ in range(2):
+            assert [call().is_contiguous() for _ in range(3)] == [False] * 3
+            with sdpa_kernel([SDPBackend.MATH]):
+                assert [call().is_contiguous() for _ in range(3)] == [True] * 3
+
+
+def test_a_release_that_cannot_be_asked(monkeypatch):
+    """Then usual calls lie as the query, others are contiguous."""
+    monkeypatch.delattr(torch.utils._python_dispatch, "_disable_current_modes")
+    kernel_choice._ask.cache_clear()
+    try:
+        q, k, v = (LAID["blhd"](H, D) for _ in range(3))
+        bias = torch.zeros(H, N, N)
+        attend = speedlight.torch.scaled_dot_product_attention
+        assert [attend(*x).is_contiguous() for x in ((q, k, v), (q[0], k[0], v[0]), (q, k, v, bias))] == [
+            False, True, True,
+        ]  # fmt: skip
+    finally:
+        kernel_choice._ask.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("laid", ["a key's columns first", "one of three"])
+def test_what_is_traced_lies_as_what_runs(laid):
+    """Fake tensors, and programs that are exported inside sdpa() and exported again."""
+
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            out = functional.scaled_dot_product_attention(q, k, v)
+            return out.view(-1) if laid == "a key's columns first" else out.transpose(1, 2).view(-1)
+
+    tensors, _ = call_of(laid, "plain", torch.float32, False)
+    length = {2: torch.export.Dim("length")}
+    with speedlight.torch.sdpa():
+        want = functional.scaled_dot_product_attention(*tensors)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) for x in tensors]
+            assert functional.scaled_dot_product_attention(*fakes).stride() == want.stride()
+            assert speedlight.torch.scaled_dot_product_attention(*fakes).stride() == want.stride()
+        model = Model()
+        for shapes in (None, (length, length, length)):
+            program = torch.export.export(model, tuple(tensors), dynamic_shapes=shapes)
+            again = torch.export.export(program.module(), tuple(tensors), dynamic_shapes=shapes)
+            for x in (program, again, again.run_decompositions()):
+                assert torch.equal(x.module()(*tensors), model(*tensors))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
