@@ -203,8 +203,29 @@ MUTATIONS = (
     Mutation(
         "a mask that requires grad has the result of one that does not",
         "torch/overrides.py",
-        "lies_otherwise = attn_mask is not None and attn_mask.requires_grad",
-        "lies_otherwise = False",
+        "not flash_sdp_enabled() or (attn_mask is not None and attn_mask.requires_grad)",
+        "not flash_sdp_enabled()",
         "tests/adapters/torch/test_torch_replay.py -k requires_grad",
+    ),
+    Mutation(
+        "machine code repeats a call though PyTorch's fused kernel was disabled meanwhile",
+        "torch/overrides.py",
+        "by_formula = not flash_sdp_enabled() or (",
+        "by_formula = bool(",
+        "tests/adapters/torch/test_torch_strides.py -k what_is_enabled",
+    ),
+    Mutation(
+        "PyTorch is asked for its kernel about dense tensors alone",
+        "torch/kernel_choice.py",
+        "stride = 1 if is_dense else 2",
+        "stride = 1",
+        "tests/adapters/torch/test_torch_strides.py -k kernel_that_pytorch_chooses",
+    ),
+    Mutation(
+        "the team that a call looked at outlives a fork",
+        "cpu/runtime/workers.py",
+        "        openmp.pause(_HARD)",
+        "        pass",
+        "tests/robustness/test_forks.py -k after_a_warm_up",
     ),
 )
