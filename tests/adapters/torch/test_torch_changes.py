@@ -347,6 +347,20 @@ def test_backward_has_what_forward_read_or_refuses(name, write):
     assert torch.equal(q.grad, want)
 
 
+def test_the_ends_of_integers_are_those_of_each_call():
+    """Kernels skip tiles by a table's least and greatest entry, which must not be those of an earlier call."""
+    n = 1024
+    x = torch.randn(1, 1, n, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids = torch.zeros(n, dtype=torch.int64)
+    of = sl.table(ids)
+    mask = sl.expression(lambda b, h, i, j: of[sl.minimum(j, n - 1)] < 3)
+    for numbers in (torch.zeros(n), torch.full((n,), 5), torch.arange(n) % 7, torch.zeros(n)):
+        ids.copy_(numbers.long())
+        want = reference.attention(x, x, x, mask=(ids < 3)[None, None, None].numpy())
+        for _ in range(2):
+            assert_equal(sl.attention(x, x, x, mask=mask), want)
+
+
 def test_a_table_of_an_array_is_a_copy():
     array = np.float64([0.5, 0.25])
     score = sl.alibi(array)
