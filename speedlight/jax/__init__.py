@@ -1,4 +1,4 @@
-"""JAX's attention, computed here: `dot_product_attention` under jit, grad and vmap, on the CPU.
+"""JAX's attention, computed here: `dot_product_attention` under jit, grad, vmap and shard_map, on the CPU.
 
 >>> import jax, jax.numpy as jnp, speedlight.jax
 >>> q = k = v = jnp.ones((1, 5, 8, 64))
@@ -196,12 +196,12 @@ def _compiled(call: _Call, *operands: Any) -> Any:
 
 def _type_of(x: Any) -> Any:
     """Returns the type of a result that is like x; the mesh axes over which it varies are part of it."""
-    return jax.typeof(x).update(dtype=x.dtype, weak_type=False)
+    return jax.typeof(x).update(weak_type=False)
 
 
 def _vary(operands: Any) -> Any:
     """Marks operands as varying over every mesh axis that one varies over; JAX then sums gradients of shared ones."""
-    lax: Any = jax.lax  # pcast, or before JAX 0.8 pvary
+    lax: Any = jax.lax  # older releases have pvary, newer ones pcast
     axes = dict.fromkeys(axis for x in jax.tree.leaves(operands) for axis in _varying_axes(x))
 
     def vary(x: Any) -> Any:

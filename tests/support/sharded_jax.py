@@ -250,6 +250,15 @@ def residual_alone(attend):
 
 
 @case
+def residual_of_varying_values(attend):
+    def residual(q, k, v):
+        return attend(q, k, v, return_residual=True)[1]
+
+    q, k, v = arrays()
+    return shard(residual, (SHARED, SHARED, BATCH), SHARED), (q[:1], k[:1], v)
+
+
+@case
 def refused_result(attend):
     return shard(attend, (BATCH,) * 3, SHARED), arrays()
 

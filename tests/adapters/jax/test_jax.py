@@ -179,6 +179,28 @@ def test_transformations():
     close(rolled(q[0, 0]), attend(attend(q[0, 0], k[0, 0], k[0, 0]), k[0, 1], k[0, 1]), 1e-6, "scan")
 
 
+def test_float64():
+    """All in float64, with a row that sees nothing; newer releases compute such arrays without x64, too."""
+    enable_x64 = jax.enable_x64 if hasattr(jax, "set_mesh") else jax.experimental.enable_x64
+    mask = jnp.ones((1, 1, 4, 4), bool).at[0, 0, 1].set(False)
+
+    def step(q, k, v, flow):
+        out, pull = jax.vjp(lambda *given: attend(*given, mask=mask), q, k, v)
+        return pull(flow), out
+
+    with enable_x64(True):
+        given = [jnp.asarray(np.random.default_rng(seed).standard_normal((1, 4, 2, 8))) for seed in range(3)]
+        flow = jnp.ones((1, 4, 2, 8))
+        found = [step(*given, flow)]
+    if jax.__version_info__ >= (0, 10):
+        found.append(step(*given, flow))
+    want, _, *flows, _ = formula(*given, mask=mask)
+    for grads, out in found:
+        for at, (x, y) in enumerate(zip((out, *grads), (want, *flows), strict=True)):
+            assert x.dtype == np.float64
+            close(x, y, 1e-12, at)
+
+
 @pytest.mark.parametrize("flag", ["debug_infs", "debug_nans"])
 def test_debugging_flags(flag):
     """Rows that see nothing are finite in all that JAX sees, and have the same bits; NaN is found where it is."""
@@ -204,6 +226,8 @@ def test_without_a_batch():
     q, k = jnp.ones((3, 4, 8)), jnp.ones((5, 2, 8))
     out, lse = attend(q, k, k, mask=np.ones((4, 3, 5), bool), local_window_size=1, return_residual=True)
     assert out.shape == (3, 4, 8) and lse.shape == (3, 4) and float(out[2, 3, 7]) == 1
+    weak = jax.jit(lambda: jax.lax.broadcast(0.5, (3, 4, 8)))()
+    assert weak.weak_type and not attend(weak, weak, weak).weak_type
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3)])

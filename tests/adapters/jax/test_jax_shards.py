@@ -15,12 +15,15 @@ import sharded_jax
 from test_jax import HAS_RESIDUAL, SMALL, close
 
 RELEASE = jax.__version_info__
-# beside the refused ones: what raises, here and in jax.nn, for want of something in JAX or XLA
-MISSING = {"automatic axis and gspmd": ("UnsupportedError", None)}
+# what raises here and in jax.nn, beside the cases that both refuse
+MISSING = {
+    "automatic axis and gspmd": ("UnsupportedError", None),
+    "residual of varying values": ("ValueError", None),  # docs/jax.md
+}
 if not hasattr(jax, "set_mesh"):
     MISSING["explicit axes"] = ("AttributeError", "AttributeError")
 if not HAS_RESIDUAL:
-    MISSING["residual alone"] = (None, "TypeError")
+    MISSING |= {"residual alone": (None, "TypeError"), "residual of varying values": ("ValueError", "TypeError")}
 if RELEASE < (0, 7):
     MISSING["automatic axis"] = ("UnsupportedError", None)
 
