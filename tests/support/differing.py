@@ -76,7 +76,7 @@ class Memory:
         """Returns an array of NumPy's or PyTorch's; one that is called out lies where no other does."""
         assert sum([max(0, n - 1) * step for n, step in zip(lie.shape, lie.steps, strict=True)]) < NUMBERS - 2 * MARGIN
         key = name, lie.dtype, lie.numbers, kind, self.turn % 2
-        numbers = self.known.get(key)
+        numbers: Any = self.known.get(key)
         if numbers is None:
             drawn = np.random.default_rng([*map(ord, name), lie.numbers]).standard_normal(NUMBERS)
             numbers = (drawn > -0.7 if lie.dtype == "bool" else drawn).astype(numpy_dtype(lie.dtype))
@@ -106,6 +106,7 @@ BIAS, ROW = Lie.of(4, 9), Lie.of(2, 1, 1, 9)
 
 
 def of_zero(z: float) -> Any:
+    """Returns a mask that shows everything, or nothing, by the sign of a zero."""
     return sl.expression(lambda b, h, i, j: (i * 0 + 1.0) / (i * 0 + z) > 0)
 
 
@@ -183,9 +184,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
-    """Yields pairs for all that a door's calls may differ in; if not `whole`, one or two for each
-    option.
-    """
+    """Yields pairs for all that a door's calls may differ in; if not `whole`, one or two for each option."""
     base = door.base
     for name, x in base.items():
         if isinstance(x, Lie):
@@ -228,8 +227,9 @@ def machine(case: Case) -> Iterator[None]:
         yield
     finally:
         sl.set_threads(None)
-        if "unit" in case:
-            os.environ.pop("SPEEDLIGHT_ISA") if before is None else os.environ.__setitem__("SPEEDLIGHT_ISA", before)
+        os.environ.pop("SPEEDLIGHT_ISA", None)
+        if before is not None:
+            os.environ["SPEEDLIGHT_ISA"] = before
 
 
 def arrays_of(memory: Memory, case: Case, names: Sequence[str]) -> list[Any]:
@@ -283,7 +283,7 @@ def tables_of(memory: Memory, case: Case) -> tuple[Case, tuple[Any, ...]]:
     name.
     """
     given = options_of(memory, case)
-    score = given.get("score")
+    score: Any = given.get("score")
     if isinstance(score, list):
         same = {id(x): sl.Table(x, copy=False) for x in score}
         given["score"] = score = [same[id(x)] for x in score]
@@ -565,6 +565,13 @@ def parts(name: str, base: Case, *others: Case) -> tuple[tuple[Case, Case], ...]
 
 
 EVERY = frozenset(OPTIONS)
+
+
+def named(function: Any) -> frozenset[str]:
+    """Returns the options of the list that a public function takes."""
+    return function.options & EVERY
+
+
 LSE = changes("return_lse", False, True, 1)
 TURNED = Lie((2, 9, 2, 16), (288, 16, 144, 1))  # in memory as heads before tokens
 HEADS_LAST = {"k": TURNED, "v": TURNED, "layout": "blhd"}
@@ -622,7 +629,7 @@ DOORS = {
         attend_paged,
         check_paged,
         PAGED,
-        sl.attention_paged.options & EVERY,
+        named(sl.attention_paged),
         PAGED_SIZES,
         LSE
         + OUT
@@ -644,7 +651,7 @@ DOORS = {
         attend_cache,
         check_cache,
         CACHE,
-        sl.KVCache.attend.options & EVERY,
+        named(sl.KVCache.attend),
         CACHE_SIZES,
         LSE
         + changes("layer", 1, 0, True)
@@ -680,7 +687,7 @@ DOORS = {
         attend_pool,
         check_pool,
         POOL,
-        sl.PagePool.attend.options & EVERY,
+        named(sl.PagePool.attend),
         POOL_SIZES,
         LSE
         + changes("layer", 1, 0)
