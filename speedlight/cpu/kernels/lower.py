@@ -5,6 +5,7 @@ What does not depend on the key is computed before the loop over keys; what is t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -51,12 +52,13 @@ class Lowering:
         self.k, self.s, self.numbers_at, self.tables_at = k, s, numbers, tables
         self.program = program
         self.int = I32 if narrow else I64
+        self.double: ir.Type = F64
         self.values: dict[int, Value] = {}
         self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
         self.growing: dict[int, tuple[Variable, int]] = {}  # of a node: at the next key, and from key to key
 
     def type_of(self, kind: str) -> ir.Type:
-        return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
+        return {"bool": I1, "int": self.int, "float": self.s.number, "double": self.double}[kind]
 
     def symbols_of(self, lane: Value, **more: Value) -> dict[str, Value]:
         """Returns symbols of a vector of queries whose positions, and then heads, lie from a lane on."""
@@ -81,7 +83,8 @@ class Lowering:
     def begin_keys(self, root: Node, env: dict[str, Value]) -> None:
         """Begins numbers that grow by a constant from key to key; `env`: of the first key.
 
-        Integers are added to. So is float64 where they fit 32 bits: all sums are exact there.
+        Integers are added to. So are numbers where all sums are exact: float64 if they fit 32 bits, float32 in
+        single().
         """
         for node in order(root):
             if node.op != "cast" or not node.is_float or node.uses & {"s", FLOW} or id(node) in self.values:
@@ -93,9 +96,38 @@ class Lowering:
             x = self.value(whole, env, dict(self.values))
             if not isinstance(x.type, ir.VectorType):
                 continue
-            exact = self.int is I32 and self.type_of(node.kind) is F64
-            start = self.k.to_float(x, like(x, F64)) if exact else x
+            t = self.type_of(node.kind)
+            exact = (self.int is I32 and t is F64) or (node.kind == "double" and t is F32)
+            start = self.k.to_float(x, like(x, t)) if exact else x
             self.growing[id(node if exact else whole)] = self.k.variable(start), form[1]
+
+    def single(self, program: Program, env: dict[str, Value], keys: Value) -> tuple[Lowering, Value] | None:
+        """Returns a lowering that computes sums of float64 in float32, and whether that has the same bits at so many
+        keys; None of a program without such sums. `env`: of the first key.
+
+        A sum of two numbers of float32 is rounded alike, at once or by way of float64, which has more than twice the
+        bits. Such are floats, and distances below 2^24 times a power of 2: ALiBi's slopes, where NumPy made them.
+        """
+        terms = _terms_of_sum(program)
+        if terms is None or self.s.wide:
+            return None
+        k, single = self.k, Lowering(self.k, self.s, program, self.numbers_at, self.tables_at)
+        single.int, single.double, single.wrong = self.int, F32, self.wrong
+        doubles = {id(node) for node in program.nodes if node.kind == "double"}
+        single.values = {
+            key: k.narrow(x, like(x, F32)) if key in doubles else x for key, x in self.values.items()
+        }  # of what no key changes
+        same = k.const(1, I1)
+        for factor, distance, step in terms:
+            bits = self.vector(self.values[id(factor)]).bits(vec(I64, self.s.lanes))
+            size = (bits << 1) >> 1
+            power = (size & ((1 << 52) - 1)).equals(0) & (size >= (1023 - 60) << 52) & (size <= (1023 + 60) << 52)
+            same = same & k.all(power | size.equals(0))
+            first = self.vector(self.value(distance, env, dict(self.values)))
+            last = first + k.splat(self.integer(keys), self.s.lanes) * step
+            for x in (first, last):
+                same = same & k.all((x <= 1 << 24) & (x >= -(1 << 24)))
+        return single, same
 
     def next_keys(self, keys: int) -> list[dict[int, Value]]:
         """Returns what grows, at so many keys, and goes on past them."""
@@ -331,6 +363,31 @@ class Lowering:
                 after(group, last)
 
 
+def _terms_of_sum(program: Program) -> list[tuple[Node, Node, int]] | None:
+    """Returns what is multiplied in a score that is a sum of two terms in float64, rounded at the end; None of others.
+
+    A term is a float; or a factor that no key changes times an integer that grows by a step from key to key.
+    """
+    root = program.score
+    if root is None or root.op != "cast" or root.args[0].kind != "double" or root.args[0].op not in ("add", "sub"):
+        return None
+    known, products = {id(root.args[0])}, []
+    for term in root.args[0].args:
+        if term.op == "cast" and term.args[0].kind == "float":
+            known.add(id(term))
+        elif term.op == "mul":
+            factor, moved = sorted(term.args, key=lambda x: bool(x.uses & OF_KEYS))
+            form = linear(moved.args[0]) if moved.op == "cast" and moved.args[0].kind == "int" else None
+            if factor.uses & OF_KEYS or "s" in moved.uses or form is None or not form[1]:
+                return None
+            known |= {id(term), id(moved)}
+            products.append((factor, moved.args[0], form[1]))
+        else:
+            return None
+    others = [x for x in program.nodes if x.kind == "double" and x.uses & OF_KEYS and id(x) not in known]
+    return None if others or not products else products
+
+
 def keys_of_turn(program: Program) -> int:
     """Returns how many keys' scores are computed at once: so many that chains of steps overlap, and few where none is
     long.
@@ -413,12 +470,9 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
             program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
         )
         risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
-        for root in (program.score, program.mask):
-            if root is not None:
-                lowering.begin_keys(root, env | {"j": lowering.integer(p["first"] + begin)})
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
 
-        def keys(js: list[Value], ms: list[Value]) -> None:
+        def keys(lowering: Lowering, js: list[Value], ms: list[Value]) -> None:
             """Keys, which are those of `ms` among the ones whose streams are filled."""
             rows = [k.at(p["scores"], j * s.row_bytes) for j in js]
             turns = []
@@ -464,7 +518,25 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
             if in_step:  # LLVM would move steps behind the branches of the notes
                 note()
 
-        lowering.keys_at_once(streams, env, p["first"], (begin, p["n_keys"]), keys, count)
+        first = env | {"j": lowering.integer(p["first"] + begin)}
+
+        def take(lowering: Lowering) -> None:
+            for root in (program.score, program.mask):
+                if root is not None:
+                    lowering.begin_keys(root, first)
+            lowering.keys_at_once(
+                streams, env, p["first"], (begin, p["n_keys"]), functools.partial(keys, lowering), count
+            )
+
+        single = lowering.single(program, first, p["n_keys"] - begin)
+        if single is None:
+            take(lowering)
+        else:
+            with k.either(single[1]) as (same, differs):
+                with same:
+                    take(single[0])
+                with differs:
+                    take(lowering)
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)

@@ -30,6 +30,20 @@ def test_keys_at_once_have_the_bits_of_keys_alone(isa, rng, name):
         assert sl.attention(q[:, :, -1:], k, v, score=SCORES[name]).tobytes() == many[:, :, -1:].tobytes()
 
 
+@pytest.mark.parametrize(
+    "slopes", [[2.0**-20, -(2.0**-21)], [2.0**-20, 3 * 2.0**-22], [0.0, 2.0**-70], [2.0**-20 / 3, 1.0]]
+)
+@pytest.mark.parametrize("q_start", [100, (1 << 24) - 20, (1 << 24) + 7])
+def test_float64_is_computed_in_float32_where_the_bits_are_the_same(isa, rng, slopes, q_start):
+    """Of slopes that are powers of 2, and distances that float32 has: by themselves rows are computed in float64."""
+    q, k, v = qkv(rng, "float32", 1, 2, 1, 40, 130, 16, 16)
+    score = sl.alibi(np.array(slopes))
+    many = sl.attention(q, k, v, score=score, q_start=q_start)
+    for row in (0, 19, 20, 39):
+        one = sl.attention(q[:, :, row : row + 1], k, v, score=score, q_start=q_start + row)
+        assert one.tobytes() == many[:, :, row : row + 1].tobytes()
+
+
 def test_the_chains_of_functions_go_in_step(isa):
     """And nothing else is computed for so many keys at once."""
     unit = machine.isa_named(isa)
