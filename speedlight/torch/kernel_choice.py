@@ -87,7 +87,8 @@ def _small_heads(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, .
         heads = x.shape[-3]
         small = _small(heads)
         if small == 2:
-            small = next((one for other, one in known if other == heads), (4, 2, 1)[len(known)])
+            same = [one for other, one in known if other == heads]
+            small = same[0] if same else (4, 2, 1)[len(known)]
         known.append((heads, small))
         found.append((small,))
     return found
