@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,20 @@ def _read_address_of_storage(x: Any) -> int:
 # The address of a tensor's first element. Unlike data_ptr(), it makes no copy-on-write tensor its copy. Call it as
 # torch_tensors.read_address(x): the first call replaces it, and later ones take no longer than x.const_data_ptr().
 read_address: Callable[[Any], int] = _choose_read_address
+
+
+def view_of(x: Any) -> np.ndarray:
+    """Returns a NumPy view of a plain tensor on the CPU, of a dtype that NumPy has. Unlike x.numpy(), it leaves the
+    storage resizable, as FSDP needs; it lies where the tensor lay.
+    """
+    dtype = np.dtype(str(x.dtype).removeprefix("torch."))
+    shape, steps = tuple(x.shape), x.stride()
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    entries = 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
+    buffer: Any = (ctypes.c_char * (entries * dtype.itemsize)).from_address(read_address(x))
+    buffer.owner = x
+    return np.ndarray(shape, dtype, buffer, 0, tuple([step * dtype.itemsize for step in steps]))
 
 
 def has_bytes(x: Any, size: int) -> bool:

@@ -64,8 +64,12 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
     check_one_dtype(dtypes[0], dtypes[1])
     known, read = settled(known)
-    with torch.no_grad():
+    records = torch.is_grad_enabled()
+    try:  # a signal may come inside of no_grad(), which would leave gradients turned off
+        TORCH.set_grad_enabled(False)
         results = attend(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
+    finally:
+        TORCH.set_grad_enabled(records)
     out, lse = _Attention.apply(known, read, results, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import torch_tensors
 from ..arrays.array import is_masked
-from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced
+from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced, view_of
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, has, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
@@ -104,7 +104,9 @@ class Table:
         x = self.watched
         place = _place(x)
         if x.device.type == "cpu":
-            return self._take(_entries(x, self.name), False)._replace(place=place)
+            _torch_dtype(x, self.name)
+            lies_as_read = str(x.dtype) != "torch.bfloat16"
+            return self._take(view_of(x) if lies_as_read else _entries(x, self.name), False)._replace(place=place)
         with plainly():
             there = x.detach()
         there = there if there.ndim else there.reshape(1)
@@ -171,13 +173,13 @@ class Table:
         new = self._read_tensor()
         missing = old.array.ndim - new.array.ndim  # leading ones that reshaped() added
         new = new.reshaped((1,) * missing + new.array.shape)
-        if (new.array.shape, new.array.dtype) != (old.array.shape, old.array.dtype):
+        was, now = ((x.array.shape, str(x.place[_DTYPE]).removeprefix("torch.")) for x in (old, new))
+        if was != now:
             raise ArgumentError(
-                f"{name}: expected the shape {old.array.shape} and the dtype {old.array.dtype} that its tensor had "
-                f"when the table was made; got {new.array.shape} and {new.array.dtype}. Make the table, or trace the "
-                "function, anew."
+                f"{name}: expected the shape {was[0]} and the dtype {was[1]} that its tensor had when the table was "
+                f"made; got {now[0]} and {now[1]}. Make the table, or trace the function, anew."
             )
-        if new.is_widened and old.is_widened:
+        if new.is_widened:
             new = new._replace(array=old.array)  # prepared calls know the widened copy by its address
         self._bound = new
         return new
@@ -434,6 +436,9 @@ def _table_of_view(view: _View, shape: tuple[int, ...], name: str) -> Table:
     if table.shape != shape:
         table.reshaped(shape)
     return table
+
+
+_DTYPE = 2  # of a place
 
 
 def _place(x: Any) -> tuple[Any, ...]:

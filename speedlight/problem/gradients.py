@@ -17,7 +17,7 @@ from ..arrays.dtypes import conversion
 from ..arrays.integers import is_one, whole
 from ..arrays.layouts import are_widened, check_beside
 from ..arrays.memory import Array
-from ..arrays.torch_tensors import is_followed, is_tensor, is_traced
+from ..arrays.torch_tensors import is_followed, is_tensor, is_traced, view_of
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
@@ -132,25 +132,26 @@ class _Numbers(NamedTuple):
 
     shape: tuple[int, ...]
     words: bytes
+    version: Any = None  # of a tensor of many numbers
 
 
 def _numbers_of(x: Any) -> Any:
     """Returns what tells every later write to a table's array, also one through `.data`, which has no version: its
     numbers, or of many the sum of each block of them. A tensor on a GPU is not waited for.
     """
-    entries = x
+    entries, version = x, None
     if is_tensor(x):
+        version = None if x.is_inference() else x._version
         if x.device.type != "cpu":
             return state_of(x)
         torch = sys.modules["torch"]
-        x = x.detach()
-        entries = (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
+        entries = view_of(x.detach().view(torch.int16) if x.dtype is torch.bfloat16 else x)
     numbers = np.ascontiguousarray(_once(entries)).reshape(-1).view(np.uint8)
     if len(numbers) <= _EXACT:
         return _Numbers(tuple(x.shape), numbers.tobytes())
     whole = len(numbers) // _BLOCK * _BLOCK
     sums = numbers[:whole].view(np.uint64).reshape(-1, _BLOCK // 8).sum(axis=1)
-    return _Numbers(tuple(x.shape), sums.tobytes() + numbers[whole:].tobytes())
+    return _Numbers(tuple(x.shape), sums.tobytes() + numbers[whole:].tobytes(), version)
 
 
 _EXACT, _BLOCK = 1 << 20, 4096  # bytes

@@ -334,16 +334,19 @@ def known_clock() -> int:
 
 
 def _before_fork() -> None:
-    """Ends the calling thread's OpenMP team, if a region of ours has looked at it: the child of a fork would wait for
-    its threads, which it lacks, in PyTorch's next operation. The parent's next operation starts another.
+    """Ends the calling thread's OpenMP team, ours or PyTorch's: the child of a fork would wait for its threads, which
+    it lacks, in PyTorch's next operation. The parent's next operation starts another.
+
+    In a process that was forked without Python's knowledge there is nothing to end: the team's threads are not here.
     """
-    openmp = _usable_openmp()
-    if known_clock() and openmp is not None and openmp.pause is not None:
+    openmp = _openmp(True) if "torch" in sys.modules and os.getpid() == _process else None
+    if openmp is not None and openmp.pause is not None:
         vars(_calling).clear()
         openmp.pause(_HARD)
 
 
 _HARD = 2  # OpenMP's omp_pause_hard
+_process = os.getpid()
 
 
 def _try_threads(count: int) -> bool:
@@ -385,8 +388,8 @@ def _warn(error: object) -> None:
 
 def _after_fork() -> None:
     """Resets a forked child: none of the parent's threads exist, and no region runs."""
-    global _forked, _ours
-    _forked, _ours = True, None
+    global _forked, _ours, _process
+    _forked, _ours, _process = True, None, os.getpid()
     _helpers.clear()
     _region[0] = None
 

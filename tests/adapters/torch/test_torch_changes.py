@@ -353,12 +353,31 @@ def test_the_ends_of_integers_are_those_of_each_call():
     x = torch.randn(1, 1, n, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ids = torch.zeros(n, dtype=torch.int64)
     of = sl.table(ids)
-    mask = sl.expression(lambda b, h, i, j: of[sl.minimum(j, n - 1)] < 3)
+    mask = sl.expression(lambda b, h, i, j: of[(j * j + j) % n] < 3)  # whose index no interval bounds
     for numbers in (torch.zeros(n), torch.full((n,), 5), torch.arange(n) % 7, torch.zeros(n)):
         ids.copy_(numbers.long())
-        want = reference.attention(x, x, x, mask=(ids < 3)[None, None, None].numpy())
+        j = torch.arange(n)
+        want = reference.attention(x, x, x, mask=(ids[(j * j + j) % n] < 3)[None, None, None].numpy())
         for _ in range(2):
             assert_equal(sl.attention(x, x, x, mask=mask), want)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_storage_stays_resizable(name):
+    """FSDP frees a parameter's memory between calls, and fills it again: it may have another place then."""
+    subject = SUBJECTS[name]
+    x = subject.make()
+    kept = Kept(subject._replace(make=lambda: x))
+    check("sl.attention without gradients", kept, subject)
+    assert x.untyped_storage().resizable()
+    numbers, size = x.clone(), x.untyped_storage().nbytes()
+    x.untyped_storage().resize_(0)
+    if name not in ("bias", "mask"):
+        with pytest.raises(sl.ArgumentError, match="storage is missing or too short"):
+            call_plain(kept)
+    x.untyped_storage().resize_(size)
+    x.copy_(numbers)
+    check("sl.attention without gradients", kept, subject)
 
 
 def test_a_table_of_an_array_is_a_copy():
@@ -367,6 +386,42 @@ def test_a_table_of_an_array_is_a_copy():
     before = sl.attention(QUERY, KEYS, VALUES, score=score)
     array[:] = 7
     assert torch.equal(sl.attention(QUERY, KEYS, VALUES, score=score), before)
+
+
+def test_a_transposed_square_is_read_as_it_lies():
+    x = numbers(HEADS, LENGTH, LENGTH)
+    kept = Kept(Subject(lambda: x, lambda x: {"score": sl.expression(lambda s, b, h, i, j: s + x[h, i, j])}))
+    for _ in range(2):
+        before = call_plain(kept)
+        kept.x.data = kept.x.detach().mT
+        with torch.no_grad():
+            want = reference.attention(QUERY, KEYS, VALUES, score=kept.x.numpy(force=True))
+        assert_equal(call_plain(kept), want)
+        assert not torch.equal(call_plain(kept), before)
+
+
+def test_a_table_of_bfloat16_stays_one():
+    """A prepared call knows the widened copy by its address, which a table of another dtype would not keep."""
+    t, other = numbers(HEADS, dtype=torch.bfloat16), numbers(HEADS, dtype=torch.float32)
+    score, memory = sl.alibi(t), t.data
+    sl.attention(QUERY, KEYS, VALUES, score=score)
+    t.data = other
+    with pytest.raises(sl.ArgumentError, match="dtype bfloat16 that its tensor had"):
+        sl.attention(QUERY, KEYS, VALUES, score=score)
+    memory.add_(1)
+    t.data = memory
+    for _ in range(2):
+        want = reference.attention(QUERY, KEYS, VALUES, score=sl.alibi(memory.float().numpy()))
+        assert_equal(sl.attention(QUERY, KEYS, VALUES, score=score), want)
+
+
+def test_an_ordinary_write_to_a_large_table_is_refused():
+    """Numbers that change places leave the sums of blocks alone; their version is another one."""
+    t, q = numbers(HEADS, 70_000), QUERY.clone().requires_grad_()
+    out = speedlight.torch.attention(q, KEYS, VALUES, **looked_up(t))
+    t[:, :LENGTH] = t[:, :LENGTH].flip(1)
+    with pytest.raises(sl.ArgumentError, match="written to since"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("other", [torch.rand(3), torch.rand(2, 2), torch.rand(2).half()])
