@@ -185,6 +185,6 @@ def not_pickled(name: str, way: str) -> Callable[[Any], NoReturn]:
     """A class's __reduce__: pickle, and copy, would take memory that handles or processes share for plain data."""
 
     def refuse(self: Any) -> NoReturn:
-        raise UnsupportedError(f"{name}: expected no pickle; {way}.")
+        raise UnsupportedError(f"{name}: expected neither pickle nor the copy module; {way}.")
 
     return refuse

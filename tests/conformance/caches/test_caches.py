@@ -227,7 +227,7 @@ def test_copies_are_independent_and_pickles_are_refused(rng):
         both = way([cache, cache]) if way is copy.deepcopy else [other, other]
         assert both[0] is both[1] is not cache
         with pytest.raises(
-            sl.UnsupportedError, match="^PagePool: expected no pickle; its seq"
+            sl.UnsupportedError, match="^PagePool: expected neither pickle nor the copy module; its seq"
         ):
             way(pool)
     del fork
