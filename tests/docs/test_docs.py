@@ -242,6 +242,7 @@ def test_public_names_in_torch(own):
     """Each is no module, whichever of them are imported, and its example runs."""
     package = importlib.import_module(f"speedlight.{own}")
     names = {name: getattr(package, name) for name in package.__all__}
+    importlib.import_module("speedlight.torch").report(reset=True)  # of what other tests' calls have left there
     for path in (PACKAGE / own).glob("*.py"):
         importlib.import_module(f"speedlight.{module_of(str(path.relative_to(PACKAGE)))}")
     for name, value in {f"speedlight.{own}": package, **names}.items():

@@ -191,7 +191,7 @@ class Replays:
         for n, (held, name, value) in enumerate(now):
             at = 0 if value is None and name not in held else id(value)
             self._set(**{f"watched{n}_dict": id(held), f"watched{n}_key": id(name), f"watched{n}_value": at})
-        machine = machine, workers.known_clock()  # a team may have ended since forms were written down
+        machine = (*machine, workers.known_clock())  # a team may have ended since forms were written down
         if machine != self._machine:
             self.forget()
             self._machine = machine
