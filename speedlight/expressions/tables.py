@@ -104,9 +104,8 @@ class Table:
         x = self.watched
         place = _place(x)
         if x.device.type == "cpu":
-            _torch_dtype(x, self.name)
-            lies_as_read = str(x.dtype) != "torch.bfloat16"
-            return self._take(view_of(x) if lies_as_read else _entries(x, self.name), False)._replace(place=place)
+            of_numpy = str(x.dtype).removeprefix("torch.") in np.sctypeDict and not _is_added(x)
+            return self._take(view_of(x) if of_numpy else _entries(x, self.name), False)._replace(place=place)
         with plainly():
             there = x.detach()
         there = there if there.ndim else there.reshape(1)
@@ -436,6 +435,11 @@ def _table_of_view(view: _View, shape: tuple[int, ...], name: str) -> Table:
     if table.shape != shape:
         table.reshaped(shape)
     return table
+
+
+def _is_added(x: Any) -> bool:
+    """Returns whether a tensor's dtype is one that ml_dtypes adds to NumPy's: bfloat16, float8 …"""
+    return np.dtype(str(x.dtype).removeprefix("torch.")).isbuiltin != 1
 
 
 _DTYPE = 2  # of a place

@@ -144,7 +144,6 @@ REFUSED = {
     "len_torch_dispatch_stack": {batches_of_gradients},
     "peek_interpreter_stack": {batches_of_gradients},
     "forward_ad": {batches_of_gradients},
-    "temporarily_clear_interpreter_stack": {tables_in_transforms},
     "is_legacy_batchedtensor": {batches_of_gradients},
     "vmapmode_increment_nesting": {batches_of_gradients},
     "vmapmode_decrement_nesting": {batches_of_gradients},
