@@ -58,15 +58,26 @@ class Array:
         """Returns a NumPy view, which keeps the memory alive: the array behind it may be a caller's temporary."""
         if isinstance(self.owner, np.ndarray):
             return self.owner
-        low, high = self.extent()
-        buffer: Any = (ctypes.c_char * max(high - low, 1)).from_address(low or ctypes.addressof(_EMPTY))
-        buffer.owner = self.owner
-        view = np.ndarray(self.shape, numpy_dtype(self.dtype), buffer, self.address - low, self.strides)
+        view = view_of_memory(
+            self.address, self.extent(), self.shape, self.strides, numpy_dtype(self.dtype), self.owner
+        )
         view.flags.writeable = self.writeable
         return view
 
 
 _EMPTY = ctypes.c_char()
+
+
+def view_of_memory(
+    address: int, extent: tuple[int, int], shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, owner: Any
+) -> np.ndarray:
+    """Returns a NumPy view of an array at an address, which keeps its owner alive; extent: the addresses of its first
+    byte and one past the last; strides in bytes.
+    """
+    low, high = extent
+    buffer: Any = (ctypes.c_char * max(high - low, 1)).from_address(low or ctypes.addressof(_EMPTY))
+    buffer.owner = owner
+    return np.ndarray(shape, dtype, buffer, address - low, strides)
 
 
 def pages(size: int, *, large: bool = False) -> mmap.mmap:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..host.insides import TORCH
 from .dtypes import DTYPES, check_dtype
-from .memory import Array
+from .memory import Array, view_of_memory
 
 
 def is_tensor(x: Any) -> bool:
@@ -119,14 +118,15 @@ def view_of(x: Any) -> np.ndarray:
     """Returns a NumPy view of a plain tensor on the CPU, of a dtype that NumPy has. Unlike x.numpy(), it leaves the
     storage resizable, as FSDP needs; it lies where the tensor lay.
     """
-    dtype = np.dtype(str(x.dtype).removeprefix("torch."))
-    shape, steps = tuple(x.shape), x.stride()
-    if 0 in shape:
-        return np.empty(shape, dtype)
-    entries = 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
-    buffer: Any = (ctypes.c_char * (entries * dtype.itemsize)).from_address(read_address(x))
-    buffer.owner = x
-    return np.ndarray(shape, dtype, buffer, 0, tuple([step * dtype.itemsize for step in steps]))
+    dtype, address = np.dtype(str(x.dtype).removeprefix("torch.")), read_address(x)
+    end = (_last_of(x) + 1) * dtype.itemsize if x.numel() else 0
+    strides = tuple([step * dtype.itemsize for step in x.stride()])
+    return view_of_memory(address, (address, address + end), tuple(x.shape), strides, dtype, x)
+
+
+def _last_of(x: Any) -> int:
+    """Returns how many elements a tensor's last one lies after its first."""
+    return sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)])
 
 
 def has_bytes(x: Any, size: int) -> bool:
@@ -141,7 +141,7 @@ def _has_memory(x: Any) -> bool:
     """Returns whether every element lies inside the tensor's storage."""
     if not x.numel():
         return True
-    last = x.storage_offset() + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
+    last = x.storage_offset() + _last_of(x)
     try:
         return read_address(x) != 0 and (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, a tensor of zeros that are nowhere

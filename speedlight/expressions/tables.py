@@ -104,8 +104,8 @@ class Table:
         x = self.watched
         place = _place(x)
         if x.device.type == "cpu":
-            of_numpy = str(x.dtype).removeprefix("torch.") in np.sctypeDict and not _is_added(x)
-            return self._take(view_of(x) if of_numpy else _entries(x, self.name), False)._replace(place=place)
+            entries = view_of(x) if _is_of_numpy(x) else _entries(x, self.name)
+            return self._take(entries, False)._replace(place=place)
         with plainly():
             there = x.detach()
         there = there if there.ndim else there.reshape(1)
@@ -437,9 +437,10 @@ def _table_of_view(view: _View, shape: tuple[int, ...], name: str) -> Table:
     return table
 
 
-def _is_added(x: Any) -> bool:
-    """Returns whether a tensor's dtype is one that ml_dtypes adds to NumPy's: bfloat16, float8 …"""
-    return np.dtype(str(x.dtype).removeprefix("torch.")).isbuiltin != 1
+def _is_of_numpy(x: Any) -> bool:
+    """Returns whether a tensor's dtype is NumPy's own, and none that ml_dtypes adds: bfloat16, float8 …"""
+    name = str(x.dtype).removeprefix("torch.")
+    return name in np.sctypeDict and np.dtype(name).isbuiltin == 1
 
 
 _DTYPE = 2  # of a place

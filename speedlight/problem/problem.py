@@ -95,7 +95,7 @@ class Options(_Fields):
 
     def table_bytes(self) -> int:
         """Returns the bytes of what masks and scores that may be part of a key look up, which a key keeps alive."""
-        return sum([t.array.nbytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
+        return sum([t.held_bytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
 
     def arrays(self) -> list[Any]:
         """Returns the arrays among mask and scores, each as often as it is given."""

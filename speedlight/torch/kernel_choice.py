@@ -95,22 +95,14 @@ def _small_heads(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, .
 
 
 @constant
-def _chooses_formula(
-    dtype: torch.dtype,
-    shapes: _Shapes | bool,
-    steps: tuple[bool, ...],
-    mask: tuple[torch.dtype, int] | None,
-    drops: bool,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> bool:
-    """Returns what PyTorch chooses of small tensors, with the kernels that are enabled now.
+def _chooses_formula(*question: Any) -> bool:
+    """Returns what PyTorch chooses of small tensors, with the kernels that are enabled now. question: as for _ask().
 
     Where its formula is disabled PyTorch takes the fused kernel, or none.
     """
     if not math_sdp_enabled():
         return False
-    return not flash_sdp_enabled() or _ask(dtype, shapes, steps, mask, drops, is_causal, enable_gqa)
+    return not flash_sdp_enabled() or _ask(*question)
 
 
 @functools.lru_cache(1024)

@@ -6,7 +6,7 @@ MUTATIONS = (
     Mutation(
         "a view does not keep the memory of what it was made of",
         "arrays/memory.py",
-        "        buffer.owner = self.owner\n",
+        "    buffer.owner = owner\n",
         "",
         "tests/conformance/caches/test_caches.py -k keeps_its_memory",
     ),
