@@ -12,7 +12,7 @@ import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..errors import CompileError, pass_on
@@ -87,13 +87,15 @@ class Code:
         return self._addresses[name]
 
 
-def load(objects: Sequence[bytes], names: Sequence[str], text: str = "") -> Code:
-    """The functions `names` of object files, or of LLVM's IR in `text`."""
-    return undisturbed(lambda: _load(objects, names, text))
+def load(objects: Sequence[bytes], names: Sequence[str], text: str = "", symbols: Mapping[str, int] | None = None) -> Code:
+    """The functions `names` of object files, or of LLVM's IR in `text`. symbols: addresses of functions they call."""
+    return undisturbed(lambda: _load(objects, names, text, symbols or {}))
 
 
-def _load(objects: Sequence[bytes], names: Sequence[str], text: str) -> Code:
+def _load(objects: Sequence[bytes], names: Sequence[str], text: str, symbols: Mapping[str, int]) -> Code:
     binding = _binding()
+    for name, address in symbols.items():
+        binding.add_symbol(name, address)
     _engines[:] = [x for x in _engines if x[0]() is not None]
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()

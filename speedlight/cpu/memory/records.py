@@ -98,6 +98,31 @@ SUM_OF = Record("at", "number")  # of a lookup, likewise, in one share
 # of a worker: the first index out of range that it met, in the order of positions; `lookup`: its number in lookups
 WRONG = Record("noted", "b", "h", "i", "j", "lookup", "index", "pad7")
 
+# --- a call that machine code repeats (cpu/kernels/repeat.py)
+
+TENSORS, DIMS = 9, 4  # what a backward pass reads, and arrays of a mask and a score; dimensions of each
+TABLED = range(3, 5)  # of a forward pass: the arrays of a mask and a score
+FEW_ROWS = 16  # queries with which a call is kept for any number of keys
+_OF_DIMS = [f"{name}{d}" for name in ("size", "stride") for d in range(DIMS)]
+# what an array is, with strides in elements, and where it lies, with strides in bytes
+ARRAY = Record("dtype", "dims", *_OF_DIMS)
+PLACE = Record("address", *_OF_DIMS)
+# what reading needs: objects of Python's, and the function that the exchange API hands out
+READER = Record(
+    "none", "false", "ndarray", "tensor", "exchange", "is_neg", "is_copy_on_write", "untyped_storage", "nbytes", "storage_offset",
+    "questions", "question_count", "region", "taken",
+)  # fmt: skip
+_PARTS = ("words", "items", "tables", "numbers", "put")  # copied from templates: where from, and how many words
+REPEAT = Record(
+    "none", "kernel", "tickets", "rows", "new", "counts", "partials",
+    "put_kernel", "put_ticket", "put_tickets",
+    "room",  # bytes of all parts
+    *_PARTS, "arrived", "wrong", "scratch",  # bytes from the room's first to each part
+    *(f"{x}_{of}" for x in _PARTS for of in ("from", "count")),
+    "arrived_count", "wrong_count",
+    *(f"{x}{t}" for t in TABLED for x in ("slot", "dims", "firsts", "first_count")),
+)  # fmt: skip
+
 # what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
 COUNTS = Record("full", "mixed", "panel_keys")
 

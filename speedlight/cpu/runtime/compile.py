@@ -145,6 +145,8 @@ def _module(shape: AnyShape) -> Any:
             from ..kernels.thread_pool import serving_module as module
         case "tile_test":
             from ..kernels.tile_test import tile_test_module as module
+        case "repeat":
+            from ..kernels.repeat import repeat_module as module
         case "replay":
             from ..kernels.replay import replay_module as module
         case _:
