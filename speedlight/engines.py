@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,8 +72,10 @@ class Host(Engine, Protocol):
         """Returns the module that plans calls, or backward calls."""
         ...
 
-    def replays(self) -> Any:
-        """Returns the calls of PyTorch's tensors that machine code repeats."""
+    read: Callable[..., tuple[Any, bytes] | None]  # what arrays are, and where they lie: problem/prepared.py
+
+    def machine(self) -> tuple[int, str]:
+        """Returns the number of threads and the vector unit of a call now."""
         ...
 
 

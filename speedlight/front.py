@@ -159,17 +159,18 @@ def attention(
     return _compute(q, k, v, options, return_lse, out, engine)
 
 
-def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, engine: Any = None) -> Any:
-    """Replays or repeats a call that was prepared; a new one goes to autograd, or to the engine."""
-    of_tensors = type(q) is not np.ndarray and out is engine is None and return_lse is False
-    if of_tensors and (results := dense.replay(None, q, k, v, options)) is not None:
+def _compute(
+    q: Any, k: Any, v: Any, options: Options, return_lse: Any = False, out: Any = None, engine: Any = None
+) -> Any:
+    """Repeats a call that was prepared; a new one goes to autograd, if that follows it, or to the engine."""
+    key = results = None
+    if engine is None or not dense.runs_on_gpu(q, engine):
+        key, results = dense.repeat(q, k, v, options, return_lse, out)
+    if results is None and key is None and out is None and is_tensor(q):
+        results = _repeat_followed(q, k, v, options, return_lse)
+    if results is not None:
         return results
     on_gpu = dense.runs_on_gpu(q, engine)
-    key, results = (None, None) if on_gpu else dense.repeat(q, k, v, options, return_lse, out)
-    if results is not None:
-        if of_tensors and is_tensor(q):
-            dense.enable_replay(None, (q, k, v), options, key)
-        return results
     check_flag("return_lse", return_lse)
     options = options.spelled()
     if on_gpu or (key is None and is_tensor(q)):
@@ -183,15 +184,14 @@ def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any
 compute = public()(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
 
 
-replay = dense.replay  # of tensors that autograd does not record, as repeat()
+def _repeat_followed(q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:
+    """Repeats a prepared call of tensors that autograd records; returns None if no such call was prepared."""
+    if type(return_lse) is not bool or not sys.modules["torch"].is_grad_enabled():
+        return None
+    with importing:
+        from .autograd import attending
 
-
-def repeat(tag: Any, q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Repeats a prepared call of tensors, and has machine code replay the next; None where none was prepared."""
-    key, results = dense.repeat(q, k, v, options, False, None)
-    if results is not None:
-        dense.enable_replay(tag, (q, k, v), options, key)
-    return results
+    return attending.repeat(q, k, v, options, return_lse)
 
 
 def _differentiate(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:

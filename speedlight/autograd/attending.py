@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch.autograd import forward_ad
 
 from ..arrays.array import listed
 from ..arrays.torch_tensors import is_tensor, is_traced
+from ..calls import dense
 from ..calls.backward import gradients_of
 from ..calls.backward import repeat as repeat_gradients
-from ..calls.dense import attend, repeat
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
 from ..host.insides import TORCH
@@ -27,7 +28,6 @@ from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OR_NONE = frozenset((type(None), *_PLAIN))
-_FIXED = frozenset((type(None), bool, int, float, str))  # types of options that stay what they are
 
 
 def cast(*tensors: Any) -> Any:
@@ -67,44 +67,45 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
     records = torch.is_grad_enabled()
     try:  # a signal may come inside of no_grad(), which would leave gradients turned off
         TORCH.set_grad_enabled(False)
-        results = attend(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
+        results = dense.attend(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
     finally:
         TORCH.set_grad_enabled(records)
     out, lse = _Attention.apply(known, read, results, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out
 
 
-def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, return_lse: bool) -> Any:
-    """Repeats a call of plain tensors that was prepared, of which q, k, v or what is added to scores requires grad, and
-    no option can change; None of another. Nothing is traced, read or described.
+def repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, return_lse: bool) -> Any:
+    """Repeats a prepared call whose inputs require grad. Returns None if no such call was prepared.
+
+    No option may change, and nothing but q, k, v and a score that is added is followed.
     """
     mask, score = options.mask, options.score
-    if not (_OR_NONE.issuperset((type(mask), type(score))) and _FIXED.issuperset(map(type, options[2:]))):
+    if not (_OR_NONE.issuperset((type(mask), type(score))) and options.is_fixed()):
         return None
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.dtype is k.dtype is v.dtype):
         return None
-    arrays = [x for x in (mask, score) if x is not None]
-    bias = True in [x.requires_grad for x in arrays if x is score]
-    if not (bias or q.requires_grad or k.requires_grad or v.requires_grad):
+    has_bias = score is not None and score.requires_grad
+    if not (has_bias or q.requires_grad or k.requires_grad or v.requires_grad) or not is_plain():
         return None
+    arrays = [x for x in (mask, score) if x is not None]
     if [x for x in arrays if x.is_inference() or not x.is_cpu]:
         return None
     tables = ()
-    if bias:
+    if has_bias:
         if score._base is not None and score.grad_fn is None:  # whose gradient may be lost
             return None
-        options = new_options(Options, (mask, score.detach(), *options[2:]))
+        options = replace(options, score=score.detach())
         tables = (options.score,)
     a, b, c = (x if type(x) is torch.Tensor else x.detach() for x in (q, k, v))
     try:  # a signal may come right after a call
         TORCH.set_grad_enabled(False)  # no_grad() takes longer, and three views do
-        _, results = repeat(a, b, c, options, True, None)
+        _, results = dense.repeat(a, b, c, options, True)
     finally:
         TORCH.set_grad_enabled(True)
     if results is None:
         return None
     known, read = Followed(options, None, tables), [(x, state_of(x)) for x in arrays]
-    out, lse = _Attention.apply(known, read, results, q, k, v, None, *((score,) if bias else ()))
+    out, lse = _Attention.apply(known, read, results, q, k, v, None, *((score,) if has_bias else ()))
     return (out, lse) if return_lse else out
 
 

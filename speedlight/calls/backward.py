@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -11,14 +12,12 @@ from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
-from ..host.machine import current_isa
-from ..host.memo import Memo
-from ..problem.biases import arrays_of, form_of_bias, with_own_tables
+from ..problem.biases import array_of, arrays_of, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, are_named, asked, resolved
 from ..problem.operands import Operands
 from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, T, V, public
-from ..problem.prepared import Prepared, key_of
+from ..problem.prepared import CallKey, array_places, prepared_calls
 from ..problem.problem import Options, scores_of
 from ..problem.results import empty_like, fresh, like_input
 from .dense import runs_on_gpu
@@ -26,7 +25,6 @@ from .dense import runs_on_gpu
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_prepared: Memo[Prepared] = Memo(128, 64 << 20)  # by _key_of(), with threads and the vector unit
 _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 
@@ -119,25 +117,32 @@ def _gradients(
     call = engine.backward(request, options.layout, stated, operands, options.precision)
     results = _run(call, given, made, grads, None if key is None else options.seed_word(), None)
     if key is not None and call.keep_for(arrays):
-        _prepared.put(key, Prepared(given, call, reads=len(given)), call.size)
+        prepared_calls.put(key, call, call.size)
     return results
 
 
 def repeat(tensors: tuple[Any, ...], grads: Any, options: Options) -> tuple[Any, Any]:
-    """Returns the key of a call of q, k, v, out, lse, d_out and d_lse, or None for it, and its gradients if it was
-    prepared before; each may be None.
+    """Repeats a call of q, k, v, out, lse, d_out and d_lse, or None for it, if it was prepared before; returns its key
+    and its gradients: each may be None.
     """
-    tensors = tensors[:6] if tensors[6] is None else tensors
-    key = _key_of(tensors, options, (engines.threads_now(), current_isa().name), grads)
-    known = None if key is None else _prepared.get(key)
-    at = None if known is None else known.addresses(tensors)
-    tables = None if known is None or at is None else known.call.tables_at(arrays_of(options))
-    if known is None or at is None or tables is None:
+    given = tensors[:6] if tensors[6] is None else tensors
+    wanted, options = _named_gradients(options, grads), _with_arrays(options)
+    of_options, _ = options.repeated()
+    if of_options is None or wanted is None:
+        return None, None
+    cpu, arrays = engines.cpu(), options.arrays()
+    read = cpu.read(0, *given, *arrays)
+    if read is None:
+        return None, None
+    key = CallKey("gradients", of_options, read[0], cpu.machine(), (len(given), *wanted))
+    call = prepared_calls.get(key)
+    if call is None:
         return key, None
-    call = known.call
-    given = [form.of(x, address) for form, x, address in zip(call.forms, tensors, at, strict=False)]
-    made = [_make_again(x, form) for x, form in zip(given, call.forms[-3:], strict=False)]
-    return key, _run(call, given, made, grads, options.seed_word(), tables)
+    lie = array_places(read[1])
+    tables = call.tables_at(arrays, lie[len(given) :])
+    arrays_again = [like.of(x, at) for like, x, (at, *_) in zip(call.arrays, given, lie, strict=False)]
+    made = [_make_again(x, like) for x, like in zip(arrays_again, call.arrays[-3:], strict=False)]
+    return key, _run(call, arrays_again, made, grads, options.seed_word(), tables)
 
 
 def _run(call: Any, given: list[Array], made: list[Any], grads: Any, seed: int | None, tables: Any) -> Any:
@@ -157,17 +162,25 @@ def _operands(given: list[Array], made: list[tuple[Any, Array]]) -> Operands:
     return Operands(q, k, v, out, lse, d_out, d_lse[0] if d_lse else None, dq, dk, dv)
 
 
-def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:
-    """Returns the memo key of a call; of further gradients only those of sinks and of arrays that the score adds."""
+def _named_gradients(options: Options, grads: Any) -> list[Any] | None:
+    """Returns which further gradients are wanted: of sinks, and of arrays that the score adds; None for any others."""
     scores = scores_of(options.score)
-    asked_for = []
+    wanted = []
     for x in grads:
         at = tuple([n for n, score in enumerate(scores) if score is x])
         if not (at or (type(x) is str and x == SINKS)):
             return None
-        asked_for.append(at or x)
-    key = key_of(tensors, options, machine, form_of_bias)
-    return key and (*key, *asked_for)
+        wanted.append(at or x)
+    return wanted
+
+
+def _with_arrays(options: Options) -> Options:
+    """Returns options with arrays in place of the tables that read them where they lie."""
+    if options.mask is options.score is None:
+        return options
+    score = options.score
+    scores = [array_of(x) for x in score] if isinstance(score, (list, tuple)) else array_of(score)
+    return replace(options, mask=array_of(options.mask), score=scores)
 
 
 gradients_of = public()(_gradients)  # attention_backward() with its options in one
@@ -178,12 +191,12 @@ def _make_gradient(x: Array, items: Array) -> tuple[Any, Array]:
     return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype, ordered=True)
 
 
-def _make_again(x: Array, form: Array) -> tuple[Any, Array]:
-    """Makes an array of this form for the gradient of x."""
-    alike, size = (form.shape, form.strides) == (x.shape, x.strides), DTYPES[form.dtype][1]
-    strides = None if alike or x.kind == "numpy" else tuple([step // size for step in form.strides])
-    new, address = fresh(x.owner, form.shape, alike=alike, strides=strides)
-    return new, form.of(new, address)
+def _make_again(x: Array, like: Array) -> tuple[Any, Array]:
+    """Makes an array like another for the gradient of x."""
+    alike, size = (like.shape, like.strides) == (x.shape, x.strides), DTYPES[like.dtype][1]
+    strides = None if alike or x.kind == "numpy" else tuple([step // size for step in like.strides])
+    new, address = fresh(x.owner, like.shape, alike=alike, strides=strides)
+    return new, like.of(new, address)
 
 
 def _convert(q: Array, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Dense attention without autograd: the memo of prepared calls, which are repeated, and a new call."""
+"""Dense attention without autograd: repeats a prepared call, or prepares and runs a new one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
 from ..errors import Error
 from ..errors.advice import warn_if_swapped
-from ..host.machine import current_isa
-from ..host.memo import Memo
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
-from ..problem.options import form_of
-from ..problem.prepared import Prepared, growing, is_growing, key_of, machine_of
-from ..problem.problem import SPAN, Options, spans_of
+from ..problem.options import Options
+from ..problem.prepared import CallKey, Prepared, addresses_in, is_growing, prepared_calls
+from ..problem.problem import LAYOUTS, SPAN, spans_of
 from ..problem.results import results_for
-
-_prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of() or growing(), with threads and the vector unit
 
 
 def runs_on_gpu(q: Any, engine: Any) -> bool:
@@ -32,43 +28,39 @@ def runs_on_gpu(q: Any, engine: Any) -> bool:
     return engines.is_on_gpu(engine, at)
 
 
-def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
-    """Attends where q lies, with attention()'s options in one; out, or (out, lse)."""
-    gpu = runs_on_gpu(q, None)
-    key, results = (None, None) if gpu else repeat(q, k, v, options, return_lse, None)
-    return attend_anew(q, k, v, options.spelled(), return_lse, None, key, gpu) if results is None else results
+def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any = None, gpu: bool = False) -> Any:
+    """Attends where q lies: repeats a prepared call, or makes a new one; returns out, or (out, lse)."""
+    key, results = (None, None) if gpu else repeat(q, k, v, options, return_lse, out)
+    if results is not None:
+        return results
+    return attend_anew(q, k, v, options.spelled(), return_lse, out, key, gpu)
 
 
-def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> tuple[Any, Any]:
-    """Repeats a call if it was prepared before: returns its key, and its results; each may be None."""
-    tensors = (q, k, v) if out is None else (q, k, v, out)
-    machine = engines.threads_now(), current_isa().name
-    grows = growing(tensors, options, machine)
-    key = grows.key if grows is not None else key_of(tensors, options, machine, form_of)
-    if key is None or type(return_lse) is not bool:
+def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None) -> tuple[Any, Any]:
+    """Repeats a call if it was prepared before; returns its key, and its results: each may be None."""
+    of_options, rows = options.repeated()
+    if of_options is None or type(return_lse) is not bool:
+        return None, None
+    cpu, arrays, into = engines.cpu(), options.arrays(), None
+    read = cpu.read(rows if out is None else 0, q, k, v, *arrays)
+    if out is not None:
+        into = cpu.read(0, out)
+    if read is None or (out is not None and into is None):
+        return None, None
+    layout, places = read
+    key = CallKey("attention", of_options, layout, cpu.machine(), into and into[0])
+    prepared = prepared_calls.get(key)
+    if prepared is None:
         return key, None
-    known = _prepared.get(key)
-    if known is None:
-        return key, None
-    if grows is not None:
-        return key, known.repeat_growing(tensors, grows, return_lse, options.seed_word(), options.arrays())
-    return key, known.repeat(tensors, return_lse, options.seed_word(), arrays=options.arrays())
-
-
-def replay(tag: Any, q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Replays a call of tensors in machine code, if that knows it; else None. tag: as Replays.learn() has it."""
-    return engines.cpu().replays().call(tag, q, k, v, options)
-
-
-def enable_replay(tag: Any, tensors: tuple[Any, ...], options: Options, key: Any) -> None:
-    """Hands a call that has been repeated to machine code, which replays the next one."""
-    prepared = _prepared.get(key)
-    if prepared is not None:
-        engines.cpu().replays().learn(tag, tensors, options, key, prepared, is_growing(key))
+    seed = options.seed_word()
+    if into is None:
+        return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays)
+    at = addresses_in(into[1])[0]
+    return key, prepared.run_into(out, q, places, at, return_lse=return_lse, seed=seed, arrays=arrays)
 
 
 def attend_anew(
-    q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any, gpu: bool = False
+    q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: CallKey | None, gpu: bool = False
 ) -> Any:
     """Attends on the CPU, or enqueues the call on a GPU; keeps it under its key, if it has one."""
     a, b, c = describe_all(q, k, v, gpu=gpu)
@@ -78,17 +70,18 @@ def attend_anew(
     rows = Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1])
     keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
     call = engines.of("cuda" if gpu else "cpu").attend(problem, rows, keys, results, options.precision)
-    if key is not None and machine_of(key) == call.machine:  # as it was when the key was made
+    if key is not None and key.machine == call.machine:  # as it was when the key was made
         _remember(key, call, rows, keys, options, results.out)
     return results.returned()
 
 
-def _remember(key: Any, call: Any, rows: Rows, keys: Dense, options: Options, out: Array) -> None:
+def _remember(key: CallKey, call: Any, rows: Rows, keys: Dense, options: Options, out: Array) -> None:
     """Keeps a prepared call under its key; one of few queries is prepared for any keys of as many spans. Where more
     keys would be refused, nothing is kept.
     """
-    problem = call.problem
-    if is_growing(key):
+    problem, axis = call.problem, 0
+    if is_growing(key.arrays):
+        axis = LAYOUTS[options.layout][2]
         most = spans_of(max(problem.k_lengths)) * SPAN
         starts = tuple([most - n for n in problem.q_lengths])
         first = 1 - max(problem.q_lengths)
@@ -97,13 +90,11 @@ def _remember(key: Any, call: Any, rows: Rows, keys: Dense, options: Options, ou
             call = engines.cpu().prepare(problem, rows, keys)
         except Error:
             return
-    places = call.launch.places_of(options.arrays(), is_growing(key))
-    if places is None:
+    if not call.keep_for(options.arrays(), axis):
         return
-    given = rows.q, keys.k, keys.v, out.final or out
-    prepared = Prepared(given, call, staged=out.final is not None, places=places)
-    call.launch.release_tables(options.arrays())  # first: a signal may come between
-    _prepared.put(key, prepared, prepared.size)
+    given = (rows.q, keys.k, keys.v, out.final or out)
+    prepared = Prepared(call, given=given, staged=out.final is not None)
+    prepared_calls.put(key, prepared, prepared.size)
 
 
 def describe_all(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[Array]:

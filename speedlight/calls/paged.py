@@ -10,22 +10,17 @@ from ..arrays.array import describe
 from ..arrays.layouts import check_together
 from ..arrays.memory import Array
 from ..errors import ArgumentError, Error
-from ..host.machine import current_isa
-from ..host.memo import Memo
 from ..problem.block_tables import check_pages
 from ..problem.build import Stored, from_stored
 from ..problem.checks import check_flag, check_layout, packed_lengths
 from ..problem.operands import PagedKeys, Rows
 from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Ints, PagedCall, PagedOptions, T, public
-from ..problem.prepared import Prepared, key_of
+from ..problem.prepared import CallKey, Prepared, addresses_in, prepared_calls
 from ..problem.problem import SPAN, Options, Problem, spans_of
 from ..problem.results import results_for
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# by key_of(), with threads and the vector unit: over any tables, and lengths of as many spans
-_prepared: Memo[Prepared] = Memo(256, 64 << 20)
 
 
 @overload
@@ -84,18 +79,12 @@ def attention_paged(
     (2, 4, 1, 8)
     """
     given = Options.of(attention_paged, options)
-    tensors, key = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out), None
+    key = results = None
     on_cpu = engine is None or (type(engine) is str and engine == "cpu")
     if given.q_start is given.q_lengths is None and on_cpu and type(return_lse) is bool:
-        key = key_of(tensors, given, (engines.threads_now(), current_isa().name))
-        known = None if key is None else _prepared.get(key)
-        if known is not None:
-            tables = engines.cpu().read_tables(block_table, k_lengths, k_pages.shape[0], k_pages.shape[1], "cpu")
-            if len(tables.lengths) == len(known.counts) and known.fits(tables.lengths):
-                seed, lists = given.seed_word(), tables.addresses()
-                results = known.repeat(tensors, return_lse, seed, tables.lengths, lists)
-                if results is not None:
-                    return results
+        key, results = _repeat(q, k_pages, v_pages, block_table, k_lengths, given, return_lse, out)
+    if results is not None:
+        return results
     given = given.spelled()
     check_layout(given.layout)
     check_flag("return_lse", return_lse)
@@ -114,7 +103,34 @@ def attention_paged(
     return results.returned()
 
 
-def _remember(key: Any, rows: Rows, keys: PagedKeys, options: Options, out: Array) -> None:
+def _repeat(
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, k_lengths: Any, options: Options, return_lse: bool, out: Any
+) -> tuple[CallKey | None, Any]:
+    """Repeats a call if it was prepared before, over any tables, and lengths of as many spans; returns its key and its
+    results: each may be None.
+    """
+    of_options, _ = options.repeated()
+    cpu = engines.cpu()
+    if of_options is None or options.arrays():
+        return None, None
+    read, into = cpu.read(0, q, k_pages, v_pages), None if out is None else cpu.read(0, out)
+    if read is None or (out is not None and into is None):
+        return None, None
+    key = CallKey("paged", of_options, read[0], cpu.machine(), into and into[0])
+    prepared = prepared_calls.get(key)
+    if prepared is None:
+        return key, None
+    tables = cpu.read_tables(block_table, k_lengths, k_pages.shape[0], k_pages.shape[1], "cpu")
+    lengths = list(tables.lengths)
+    if len(lengths) != len(prepared.counts) or not prepared.fits(lengths):
+        return key, None
+    more: Any = {"return_lse": return_lse, "seed": options.seed_word(), "lengths": lengths, "lists": tables.addresses()}
+    if into is None:
+        return key, prepared.run(q, read[1], **more)
+    return key, prepared.run_into(out, q, read[1], addresses_in(into[1])[0], arrays=(), **more)
+
+
+def _remember(key: CallKey, rows: Rows, keys: PagedKeys, options: Options, out: Array) -> None:
     """Prepares the call for any tables and lengths of as many spans. Where longer sequences would be refused, nothing
     is kept.
     """
@@ -126,8 +142,8 @@ def _remember(key: Any, rows: Rows, keys: PagedKeys, options: Options, out: Arra
     except Error:
         return
     call = engines.cpu().prepare(problem, rows, keys)
-    prepared = Prepared((q, k, v, out.final or out), call, staged=out.final is not None)
-    _prepared.put(key, prepared, prepared.size)
+    prepared = Prepared(call, given=(q, k, v, out.final or out), staged=out.final is not None)
+    prepared_calls.put(key, prepared, prepared.size)
 
 
 def _build(

@@ -14,10 +14,9 @@ import torch
 from .. import engines
 from ..arrays.dtypes import STORAGE_BYTES
 from ..errors import ArgumentError
-from ..host.machine import current_isa
-from ..host.memo import Memo
 from ..problem.gradients import Followed
 from ..problem.key_parts import Heads, problem_of, split_of
+from ..problem.prepared import CallKey, prepared_calls
 from ..problem.problem import LAYOUTS
 from ..problem.shardings import Runs, joined, positions, tokens, whole_of
 from .differentiable import Context, Core, attended
@@ -28,8 +27,6 @@ from .tensors import Exchange, exchange, resharding
 Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]
 METHODS = ("ring", "ulysses", "gather", "auto")
 _SMALL = 1 << 20  # bytes of all keys and values, which are gathered without much ado
-
-_cores: Memo[Core] = Memo(64, 64 << 20)
 
 
 class Execution(NamedTuple):
@@ -107,17 +104,17 @@ class Execution(NamedTuple):
         options = self.known.options.key()
         if options is None:
             return new
-        machine = str(given[0].device) if self.on_gpu else (engines.threads_now(), current_isa().name)
+        machine = str(given[0].device) if self.on_gpu else engines.cpu().machine()
         lies = tuple([(x.shape, x.stride(), x.dtype) for x in given])
         p = sharded.whole.problem  # whose rows need not all be somebody's: each may have all keys, and its own rows
-        key = (
-            options, p.q_lengths, p.k_lengths, p.rows, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks,
-            first_head, lies, machine,
+        place = (
+            p.q_lengths, p.k_lengths, p.rows, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks, first_head,
         )  # fmt: skip
-        found = _cores.get(key)
+        key = CallKey("shard", options, lies, machine, place)
+        found = prepared_calls.get(key)
         if found is None:
             found = new
-            _cores.put(key, new, self.known.options.table_bytes())
+            prepared_calls.put(key, new, self.known.options.table_bytes())
         return found
 
     def _gathered(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

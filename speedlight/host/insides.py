@@ -170,6 +170,7 @@ TORCH = Insides(
         "torch.autograd.forward_ad._current_level", SimpleNamespace(_current_level=0), _AS_OPERATION, is_value=True
     ),
     set_grad_enabled=Inside("torch._C._set_grad_enabled", _set_grad_enabled, "torch.set_grad_enabled() is called"),
+    is_cow_tensor=Inside("torch._C._is_cow_tensor", None, "tensors are read in Python: small calls take longer"),
     is_any_autocast_enabled=Inside(
         "torch._C._is_any_autocast_enabled", lambda: True, "each device is asked: repeated calls take longer"
     ),

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..arrays.torch_tensors import is_detached
 from ..expressions.tables import Table
-from .options import form_of
 from .problem import LAYOUTS, QUERY_BLOCK, Options, scores_of
 
 _FEW = 3 * QUERY_BLOCK  # queries; and entries of a bias that is broadcast to all items and heads, at most
@@ -32,14 +31,6 @@ def array_of(x: Any) -> Any:
 def arrays_of(options: Options) -> list[Any]:
     """Returns the arrays among mask and score, those of tables included."""
     return [array_of(x) for x in options.arrays()]
-
-
-def form_of_bias(x: Any) -> Any:
-    """Returns form_of() masks and scores, a table that is read where it lies as the array that it is."""
-    if type(x) is list:
-        forms = tuple([form_of_bias(one) for one in x])
-        return ... if ... in forms else forms
-    return form_of(array_of(x))
 
 
 def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Options, Any]:

@@ -1,18 +1,18 @@
-"""Prepared calls: checked once, and run again for arrays of the same form at other addresses.
+"""Prepared calls: checked once, kept under a CallKey, and run again for arrays of the same kind at other addresses.
 
-It depends on what its key says: shapes, strides, dtypes and kind of the arrays; every option, by exact type and bits,
-but for the seed; mask and score, by what they compute, arrays among them by their form; and what whoever keeps it adds
-(threads, vector unit, how many sequences). Addresses, memory and overlap are checked each time; the seed, lengths of
-keys and lists of pages are arguments of each call. One that is kept for any number of keys (growing) has their
-strides, and those of masks and scores, as arguments, too.
+This is the one way to repeat a call. Whoever repeats calls goes through the same three steps: the engine's read()
+looks at the arrays, `prepared_calls` is asked by a CallKey, and Prepared.run() runs what it found. What a key leaves out is
+an argument of each run: addresses, memory and overlap, which are checked each time; the seed; lengths of keys; lists of
+pages. A call of few queries is kept for any number of keys: then their number and strides are arguments, too.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,143 +21,128 @@ from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import has_bytes
-from ..expressions.tracing import Expression
 from ..host.insides import TORCH
+from ..host.memo import Memo
 from ..host.shortcuts import address_of, count_write
-from .options import form_of
-from .problem import Options, scores_of, spans_of
+from .problem import spans_of
 from .results import deliver, fresh
 
 _Ints = Sequence[int] | None
+DIMS = 4  # dimensions of an array of a prepared call, at most
+FEW_ROWS = 16  # queries with which a call is kept for any number of keys, at most
 
 
-def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...], form: Any = None) -> Any:
-    """Returns the memo key of a call; None if arrays are neither NumPy's nor PyTorch's, or an option is mutable.
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """Everything that a prepared call depends on."""
 
-    `machine`: threads and vector unit, or whatever else a prepared call depends on. `form`: as exact_key() has it. The
-    key is (options, machine, *forms of the arrays), flat for speed: machine_of() and is_growing() read it.
+    call: str  # which call: "attention", "gradients", "paged", "step" …
+    options: Any  # by exact type and bits: Options.key()
+    arrays: Any  # what each array is: the first part of read()
+    machine: tuple[int, str]  # threads and vector unit
+    place: Any = None  # of a cache the layout of its memory and its sequences; of gradients which are wanted
+
+
+# All prepared calls of the process. A call keeps alive what its `size` says.
+prepared_calls: Memo[Any] = Memo(1536, 256 << 20)
+
+
+# --- reading arrays
+
+# An array's address, sizes and strides in bytes, in words of 64 bits, as kernels/repeat.py reads them.
+_PLACE = struct.Struct(f"={1 + 2 * DIMS}q")
+
+
+def read_plainly(rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
+    """Returns what arrays of NumPy or PyTorch are, as a part of a CallKey, and where they lie; None for any others.
+
+    Machine code does the same for most arrays; this takes the others, and all where there is no such code.
+
+    Args:
+        rows: 0; or the dimension of q's rows, 1 or 2, where q, k, v and arrays that are added come first and the call
+            may be kept for any number of keys; plus 4 where these arrays may have a row for each query.
     """
-    of_options = options.key(form)
-    if of_options is None:
+    read = [_read_numpy(x) if type(x) is np.ndarray else _read_tensor(x) for x in arrays]
+    if None in read:
         return None
-    key: list[Any] = [of_options, machine]
-    if type(tensors[0]) is np.ndarray:
-        for x in tensors:
-            if type(x) is not np.ndarray:
-                return None
-            key += (x.shape, x.strides, x.dtype)
-        return tuple(key)
+    places = b""
+    for address, shape, strides, size, _ in read:
+        padding = (0,) * (DIMS - len(shape))
+        places += _PLACE.pack(address, *shape, *padding, *[step * size for step in strides], *padding)
+    layout: list[Any] = [(dtype, shape, strides) for _, shape, strides, _, dtype in read]
+    growing = _without_keys(rows & 3, bool(rows & 4), layout) if rows and len(layout) >= 3 else None
+    return growing or (0, *layout), places
+
+
+def _read_numpy(x: np.ndarray) -> tuple[Any, ...] | None:
+    if x.ndim > DIMS or not x.size:
+        return None
+    return address_of(x), x.shape, x.strides, 1, x.dtype
+
+
+def _read_tensor(x: Any) -> tuple[Any, ...] | None:
+    """Reads a plain tensor on the CPU that nothing follows, transforms or traces."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or TORCH.forward_ad._current_level >= 0:  # inside torch.func: tensors may carry tangents
+    if torch is None or type(x) is not torch.Tensor or x.is_nested or not x.is_cpu:
         return None
-    plain, strided = torch.Tensor, torch.strided
+    if x.layout is not torch.strided or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    if TORCH.forward_ad._current_level >= 0 or TORCH.get_tracing_state() is not None:
+        return None
+    shape, strides = tuple(x.shape), x.stride()
+    if len(shape) > DIMS or 0 in shape:
+        return None
+    end = sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)]) + 1
     try:
-        for x in tensors:
-            if type(x) is not plain or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
-                return None
-            if x.layout is not strided or x.is_neg():
-                return None
-            key += (x.shape, x.stride(), x.dtype)
-    except RuntimeError:  # a nested tensor, which has no shape
+        address = torch_tensors.read_address(x)
+    except RuntimeError:  # a wrapper of torch.func
         return None
-    return tuple(key)
+    if not (address and has_bytes(x, end * x.itemsize)):
+        return None
+    return address, shape, strides, x.itemsize, x.dtype
 
 
-_FEW = 16  # queries with which a call is kept for any number of keys
-_HEADS_FIRST = {"bhld": True, "blhd": False}
+def _without_keys(axis: int, has_rows: bool, arrays: list[Any]) -> tuple[Any, ...] | None:
+    """Returns the layout of a call of few queries without the number of its keys; None for another call.
 
-
-class Growing(NamedTuple):
-    """A call of few queries over any number of keys, as in decoding."""
-
-    key: Any  # of a memo: its form, but for the number of keys
-    keys: int
-    strides: tuple[int, ...]  # of k, then of v, in bytes: of heads, rows, columns, items
-    ends: tuple[int, int]  # bytes from the address of k, and of v, to the end
-
-
-def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]) -> Growing | None:
-    """Returns what is prepared once for any number of keys; None of a call that is not so.
-
-    Written out, without loops: a step of decoding asks for it.
+    axis: of the rows of q, k and v. The strides of k and v are left out, but for the last, and if heads lie inside of a
+    token's row.
     """
-    layout = options.layout
-    heads_first = _HEADS_FIRST.get(layout) if type(layout) is str else None
-    if heads_first is None or len(tensors) != 3:
+    (_, q, _), (k_dtype, k, k_strides), (v_dtype, v, v_strides), *others = arrays
+    if not len(q) == len(k) == len(v) == 4:
         return None
-    rows_at = 2 if heads_first else 1
-    q, k, v = tensors
-    kind = type(q)
-    if kind is np.ndarray and (q.ndim != 4 or q.shape[rows_at] > _FEW):
+    keys, queries = k[axis], q[axis]
+    if queries > FEW_ROWS or v[axis] != keys:
         return None
-    if options.q_start is not None or type(options.causal) is not bool:
-        return None
-    if type(options.k_start) is not int or options.k_start:
-        return None
-    if not options.q_lengths is options.k_lengths is options.cu_seqlens_q is options.cu_seqlens_k is None:
-        return None
-    if not (kind is type(k) is type(v)):
-        return None
-    try:
-        if kind is np.ndarray:
-            of_q, of_k, of_v, size = q.strides, k.strides, v.strides, 1
-        else:
-            torch: Any = sys.modules.get("torch")
-            if torch is None or kind is not torch.Tensor or TORCH.forward_ad._current_level >= 0:
-                return None
-            if TORCH.get_tracing_state() is not None:  # sizes are tensors
-                return None
-            if q.dim() != 4 or q.size(rows_at) > _FEW:  # most calls
-                return None
-            if not (q.is_cpu and k.is_cpu and v.is_cpu and q.layout is k.layout is v.layout is torch.strided):
-                return None
-            if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-                return None
-            if q.is_neg() or k.is_neg() or v.is_neg():
-                return None
-            of_q, of_k, of_v, size = q.stride(), k.stride(), v.stride(), k.itemsize
-        shape = q.shape
-        if heads_first:
-            (batch, heads, n, dim), (batch_v, heads_v, n_v, dim_v) = k.shape, v.shape
-            (k_item, k_head, k_row, k_column), (v_item, v_head, v_row, v_column) = of_k, of_v
-        else:
-            (batch, n, heads, dim), (batch_v, n_v, heads_v, dim_v) = k.shape, v.shape
-            (k_item, k_row, k_head, k_column), (v_item, v_row, v_head, v_column) = of_k, of_v
-    except (RuntimeError, ValueError):  # a nested tensor, which has no shape; other numbers of dimensions
-        return None
-    if 0 in shape or not n == n_v > 0:
-        return None
-    if options.mask is options.score is None:
-        of_options = options.key()
-    else:
-        rows = shape[rows_at] if shape[rows_at] < n and _are_arrays(options) else 1
-        of_options = options.key(lambda x: form_of(x, n, rows))
-    if of_options is None:
-        return None
-    key = (
-        of_options, machine, shape, of_q, q.dtype, k.dtype, v.dtype, batch, heads, dim, batch_v, heads_v, dim_v,
-        k_column, v_column, 0 < k_head < k_row, spans_of(n),
-    )  # fmt: skip
-    end_k = ((batch - 1) * k_item + (heads - 1) * k_head + (n - 1) * k_row + (dim - 1) * k_column + 1) * size
-    end_v = ((batch_v - 1) * v_item + (heads_v - 1) * v_head + (n - 1) * v_row + (dim_v - 1) * v_column + 1) * size
-    k_item, v_item = k_item if batch > 1 else 0, v_item if batch_v > 1 else 0
-    strides = (k_head, k_row, k_column, k_item, v_head, v_row, v_column, v_item)
-    return Growing(key, n, strides if size == 1 else tuple([x * size for x in strides]), (end_k, end_v))
+    most = queries if has_rows and queries < keys else 1
+    for _, shape, _ in others:
+        if not (len(shape) > 1 and shape[-1] == keys > 1 and shape[-2] in (1, most)):
+            return None
+    inside = 0 < k_strides[3 - axis] < k_strides[axis]
+    whole = [
+        (dtype, shape[:axis] + shape[axis + 1 :], strides[-1])
+        for dtype, shape, strides in ((k_dtype, k, k_strides), (v_dtype, v, v_strides))
+    ]
+    masks = [(dtype, shape[:-1], strides[-1]) for dtype, shape, strides in others]
+    return (spans_of(keys), inside, arrays[0], *whole, *masks)
 
 
-def _are_arrays(options: Options) -> bool:
-    """Returns whether nothing but arrays hides or scores: then the first row's position is told from other numbers."""
-    return options.window is None and Expression not in (type(options.mask), *map(type, scores_of(options.score)))
+def is_growing(layout: Any) -> bool:
+    """Returns whether a layout leaves out the number of keys."""
+    return layout[:8] != bytes(8) if type(layout) is bytes else layout[0] != 0
 
 
-def is_growing(key: tuple[Any, ...]) -> bool:
-    """Returns whether growing() made a key: its last entry is a number of spans; that of key_of() is a dtype."""
-    return type(key[-1]) is int
+def addresses_in(places: bytes) -> list[int]:
+    """Returns the address of each array."""
+    return [words[0] for words in _PLACE.iter_unpack(places)]
 
 
-def machine_of(key: tuple[Any, ...]) -> Any:
-    """Returns the threads and the vector unit for which key_of() or growing() made a key."""
-    return key[1]
+def array_places(places: bytes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Returns address, sizes and strides in bytes of each array; zeros fill up what it lacks of DIMS dimensions."""
+    return [(words[0], words[1 : 1 + DIMS], words[1 + DIMS :]) for words in _PLACE.iter_unpack(places)]
+
+
+# --- running
 
 
 class Prepared:
@@ -167,15 +152,12 @@ class Prepared:
     """
 
     def __init__(
-        self, given: Sequence[Array | np.ndarray], call: Any = None, put: Any = None,
-        *, staged: bool = False, places: Any = (), reads: int = 3,
-    ) -> None:  # fmt: skip
-        """given: q, or q, k and v, with `out` if that is the caller's; or k and v, which are only stored: then there is
-        no call; or what a backward pass reads. put: the call that stores new tokens. staged: results go to new memory
-        first, since a lookup may turn out to be out of range. places: of the arrays in mask and score, as
-        Launch.places_of() has them. reads: how many of `given`, from the first, are only read.
+        self, call: Any = None, put: Any = None, *, given: Sequence[Array | np.ndarray] = (), staged: bool = False
+    ) -> None:
+        """call: what an engine prepared; None if new tokens are only stored, by `put`. given: q, k, v and `out`, where
+        the caller's own array is written to. staged: results go to new memory first, since a lookup may turn out to be
+        out of range.
         """
-        self.places, self.reads = places, reads
         self.call, self.put, self.staged = call, put, staged
         self.reach = [_reach_of(x) for x in given]
         self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
@@ -193,67 +175,48 @@ class Prepared:
             return True
         return min(lengths) + new > 0 and spans_of(max(lengths) + new) == self.spans
 
-    def addresses(self, tensors: tuple[Any, ...]) -> list[int] | None:
-        """Returns where arrays that have its key lie; None if one lacks memory."""
-        if type(tensors[0]) is np.ndarray:
-            return [address_of(x) for x in tensors]
-        addresses = []
-        for n, (x, (_, end)) in enumerate(zip(tensors, self.reach, strict=False)):
-            try:
-                address = torch_tensors.read_address(x) if n < self.reads else x.data_ptr()  # out alone is written
-            except RuntimeError:  # a wrapper of torch.func
-                return None
-            if end and not (address and has_bytes(x, end)):
-                return None
-            addresses.append(address)
-        return addresses
-
-    def repeat(
-        self, tensors: tuple[Any, ...], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None,
-        arrays: Sequence[Any] = (),
+    def run(
+        self, q: Any, places: bytes, *, return_lse: bool = False, seed: int = 0, lengths: _Ints = None,
+        lists: _Ints = None, store: tuple[int, int] = (0, 0), arrays: Sequence[Any] = (),
     ) -> Any:  # fmt: skip
-        """Runs it for other arrays, with another seed; returns None if an array lacks memory, or `out`, the fourth of
-        them, cannot be written or is not apart from the others. arrays: those of mask and score.
-        """
-        at, out = self.addresses(tensors), tensors[3] if len(tensors) == 4 else None
-        if at is None or not (out is None or self._is_apart(out, at)):
-            return None
-        tables = None
-        if arrays:
-            tables = self.call.launch.tables_at(self.places, arrays)
-            if tables is None:
-                return None
-        if out is None or not self.staged:
-            if not (out is None or type(out) is np.ndarray):
-                count_write(out)
-            return self.attend(tensors[0], at, return_lse, seed, lengths, lists, out=out, tables=tables)
-        results = self.attend(tensors[0], at, return_lse, seed, lengths, lists, tables=tables)
-        new, *lse = results if return_lse else (results,)
-        deliver(replace(describe(new, "out"), final=describe(out, "out")))
-        return (out, *lse) if return_lse else out
+        """Runs the call for other arrays; returns out, or (out, lse).
 
-    def repeat_growing(
-        self, tensors: tuple[Any, ...], found: Growing, return_lse: bool, seed: int, arrays: Sequence[Any]
-    ) -> Any:
-        """Runs it for another number of keys; returns None if an array lacks memory."""
-        q, k, v = tensors
-        if type(q) is np.ndarray:
-            at = [address_of(q), address_of(k), address_of(v)]
-        else:
-            try:
-                at = [torch_tensors.read_address(q), torch_tensors.read_address(k), torch_tensors.read_address(v)]
-            except RuntimeError:  # a wrapper of torch.func
-                return None
-            (_, end), (end_k, end_v) = self.reach[0], found.ends
-            if not (0 not in at and has_bytes(q, end) and has_bytes(k, end_k) and has_bytes(v, end_v)):
-                return None
-        words = None
-        if arrays:
-            words = self.call.launch.tables_at(self.places, arrays, found.keys)
-            if words is None:
-                return None
-        lengths = [found.keys] * q.shape[0]
-        return self.attend(q, at, return_lse, seed, lengths, tables=words, keys=found.strides)
+        Args:
+            q: the queries, as the caller has them: results are of their kind.
+            places: of q, k and v, and of the arrays of mask and score: the second part of read().
+            seed: of dropout.
+            lengths: keys of each sequence, with those that are new, where they are not as they were.
+            lists: addresses of the numbers of each sequence's pages.
+            store: addresses of a cache's keys and values; then k and v are new tokens, which go there first.
+            arrays: of mask and score.
+        """
+        layout = self.call.result_layout
+        out, out_at = fresh(q, layout.shape, alike=layout.alike, strides=layout.strides)
+        lse, lse_at = fresh(q, layout.lse_shape, logarithms=True) if return_lse else (None, 0)
+        self.call.run_again(places, out_at, lse_at, seed, lengths, lists, store, self.put, arrays)
+        return (out, lse) if return_lse else out
+
+    def run_into(
+        self, out: Any, q: Any, places: bytes, at: int, *, return_lse: bool, seed: int, arrays: Sequence[Any],
+        lengths: _Ints = None, lists: _Ints = None,
+    ) -> Any:  # fmt: skip
+        """run(), with the result in the caller's own array, which lies at `at`; None unless it can be written and is
+        apart from q, k and v.
+        """
+        if not self._is_apart(out, [*addresses_in(places)[:3], at]):
+            return None
+        more: Any = {"lengths": lengths, "lists": lists, "arrays": arrays}
+        if self.staged:
+            results = self.run(q, places, return_lse=return_lse, seed=seed, **more)
+            new, *lse = results if return_lse else (results,)
+            deliver(replace(describe(new, "out"), final=describe(out, "out")))
+            return (out, *lse) if return_lse else out
+        if type(out) is not np.ndarray:
+            count_write(out)
+        layout = self.call.result_layout
+        lse, lse_at = fresh(q, layout.lse_shape, logarithms=True) if return_lse else (None, 0)
+        self.call.run_again(places, at, lse_at, seed, lengths, lists, (0, 0), None, arrays)
+        return (out, lse) if return_lse else out
 
     def _is_apart(self, out: Any, at: list[int]) -> bool:
         """Returns whether `out`, the last of arrays at these addresses, can be written and shares no memory with the
@@ -263,37 +226,6 @@ class Prepared:
             return False
         *others, (first, last) = [(x + low, x + high) for x, (low, high) in zip(at, self.reach, strict=True)]
         return not any([first < high and low < last for low, high in others])
-
-    def step(
-        self, places: tuple[int, int], q: Any, at: list[int], before: list[int], after: list[int], return_lse: bool,
-        seed: int, lists: _Ints = None,
-    ) -> Any:  # fmt: skip
-        """Stores new tokens of a cache or pool, if any, then attends; True where there are no queries.
-
-        places: addresses of a layer's keys and values. at: of q, or q, k and v, or k and v. before, after: tokens of
-        each sequence.
-        """
-        k_at, v_at = places
-        new = None if self.put is None else self.put.start((at[-2], at[-1], k_at, v_at), before, lists)
-        if self.call is None:
-            return True
-        return self.attend(q, (at[0], k_at, v_at), return_lse, seed, after, lists, new)
-
-    def attend(
-        self, q: Any, at: Sequence[int], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None,
-        new: Any = None, out: Any = None, tables: Any = None, keys: Any = None,
-    ) -> Any:  # fmt: skip
-        """Returns out, or (out, lse). at: addresses of q, keys, values, and of `out`, if it is given. lengths, lists,
-        new, tables, keys: as Call.run() has them.
-        """
-        form = self.call.form
-        if out is None:
-            out, out_at = fresh(q, form.shape, alike=form.alike, strides=form.strides)
-        else:
-            out_at = at[3]
-        lse, lse_at = fresh(q, form.lse_shape, logarithms=True) if return_lse else (None, 0)
-        self.call.run(at[0], at[1], at[2], out_at, lse_at, seed, lengths, lists, new, None, tables, keys)
-        return (out, lse) if return_lse else out
 
 
 def _reach_of(x: Array | np.ndarray) -> tuple[int, int]:

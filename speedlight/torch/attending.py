@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from .. import front
 from ..arrays.integers import integer
 from ..arrays.torch_tensors import is_tensor, is_traced
-from ..autograd.attending import attend_as_operation, attended, attended_again, cast, is_plain
+from ..autograd.attending import attend_as_operation, cast, is_plain
 from ..autograd.graphs import in_graph
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by
 from ..host.insides import TORCH
-from ..problem.gradients import followed
 from ..problem.options import AllOptions, public
 from ..problem.problem import Options
 
@@ -73,31 +72,15 @@ def attention(
         return in_graph(attention, q, k, v, dict(options), return_lse)
     if passed_by():
         return outside(attention, q, k, v, return_lse=return_lse, **options)
-    given = Options.of(attention, options).spelled()
+    return attend(q, k, v, Options.of(attention, options), return_lse)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, return_lse: bool = False) -> Any:
+    """Computes attention() with its options in one, outside of graphs."""
     if TORCH.is_any_autocast_enabled():
         q, k, v = cast(q, k, v)
-    if is_tensor(given.seed) and not is_traced(given.seed):
-        given = given._replace(seed=integer("seed", given.seed))
-    if is_plain(q, k, v):
-        if torch.is_grad_enabled():
-            results = attended_again(q, k, v, given, return_lse)
-            if results is not None:
-                return results
-            known = followed(given)
-            if known or any([is_tensor(x) and x.requires_grad for x in (q, k, v)]):
-                return attended(q, k, v, known, return_lse)
-            given = known.options
-        return compute(q, k, v, given, return_lse)
-    return attend_as_operation(q, k, v, given, return_lse)
-
-
-def attend_again(tag: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
-    """Repeats a call that was prepared; None where there is none, or PyTorch transforms this one.
-
-    tag: of whoever asks, by identity: front.replay() replays what was repeated for this one.
-    """
-    if TORCH.is_any_autocast_enabled() or not is_plain():
-        return None
-    if torch.is_grad_enabled() and (results := attended_again(q, k, v, options, False)) is not None:
-        return results
-    return front.repeat(tag, q, k, v, options)
+    if not is_plain(q, k, v):
+        return attend_as_operation(q, k, v, options.spelled(), return_lse)
+    if is_tensor(options.seed) and not is_traced(options.seed):
+        options = replace(options, seed=integer("seed", options.seed))
+    return compute(q, k, v, options, return_lse)

@@ -92,14 +92,27 @@ def scaled_dot_product_attention(
         out = out[0]
     elif len(shape) != 4:
         out = out.reshape(*shape[:-1], value.shape[-1])
-    if takes_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
-        return contiguous(out)
-    return out  # in query's order, as PyTorch's own kernel has it
+    return as_pytorch(out, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
 
 
-def contiguous(out: Tensor) -> Tensor:
-    """Returns a contiguous tensor, whose dims of one have the strides of a new one, too."""
+def as_pytorch(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Returns a result with PyTorch's strides: in query's order, as its kernel's, or contiguous, as its formula's."""
+    if _is_new(out) or not takes_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        return out
     return out.reshape(out.shape) if out.is_contiguous() else out.contiguous()
+
+
+def _is_new(x: Tensor) -> bool:
+    """Returns whether a tensor has the strides of a new one, those of dims of one included."""
+    step = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

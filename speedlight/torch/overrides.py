@@ -155,9 +155,7 @@ def _register() -> None:
 def _kernel(place: str, dispatch_keys: Any, *given: Any, **options: Any) -> Tensor:
     """Computes here, or by PyTorch's own kernel of that place, with its own flash kernel if we were asked."""
     if is_ours():
-        out = _attend_again(*given, **options)
-        if out is None:
-            out = _attend(*given, **options)
+        out = _attend(*given, **options)
         if out is not None:
             return out
     original = _originals[place]
@@ -167,56 +165,25 @@ def _kernel(place: str, dispatch_keys: Any, *given: Any, **options: Any) -> Tens
         return original.call_boxed(dispatch_keys, *given, **options)
 
 
-def _attend_again(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Repeats a call that was prepared, whatever took it first, where PyTorch's rules are attention()'s; else None."""
-    if torch.compiler.is_dynamo_compiling() or dropout_p:
-        return None
-    if attn_mask is None:
-        mask = score = None
-    elif attn_mask.dtype is torch.bool:
-        mask, score = attn_mask, None
-    else:
-        mask, score = None, attn_mask
-    options = brief_options(mask, score, scale, "top-left" if is_causal else False)
-    tag = _TAGS[enable_gqa]
-    by_formula = not flash_sdp_enabled() or (attn_mask is not None and attn_mask.requires_grad)
-    out = None if by_formula or torch.is_grad_enabled() else replay(tag, query, key, value, options)
-    if out is None and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
-        by_formula = takes_formula(query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
-        if by_formula:  # such calls have a tag of their own: what is replayed for the other lies as the query
-            tag = _FORMULA_TAGS[enable_gqa]
-            out = None if torch.is_grad_enabled() else replay(tag, query, key, value, options)
-        if out is None:
-            out = attend_again(tag, query, key, value, options)
-    if out is not None:
-        count_taken(SDPA)
-    return contiguous(out) if by_formula and out is not None else out
-
-
-_TAGS = {False: ("sdpa",), True: ("sdpa", "grouped")}  # PyTorch's rules differ from ours, and with enable_gqa
-_FORMULA_TAGS = {False: ("sdpa", "formula"), True: ("sdpa", "formula", "grouped")}
-
-
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> bool:
     """Returns whether PyTorch's rules for these arguments are attention()'s."""
+    if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor and is_plain()):
+        return False
     q_shape, k_shape = query.shape, key.shape
     if len(q_shape) != 4 or len(k_shape) != 4 or q_shape[0] != k_shape[0] or 0 in q_shape or not k_shape[2]:
         return False
-    if k_shape != value.shape or not (enable_gqa or q_shape[1] == k_shape[1]) or query.dtype != key.dtype:
+    if k_shape != value.shape or not (enable_gqa or q_shape[1] == k_shape[1]) or k_shape[3] != q_shape[3]:
+        return False
+    if not query.dtype is key.dtype is value.dtype or not k_shape[1] or q_shape[1] % k_shape[1]:
         return False
     if attn_mask is None:
         return True
-    return not is_causal and attn_mask.dim() >= 2 and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
+    if is_causal or type(attn_mask) is not Tensor or not 2 <= attn_mask.dim() <= 4:
+        return False
+    whole = (*q_shape[:3], k_shape[2])[4 - attn_mask.dim() :]
+    if any([n not in (1, most) for n, most in zip(attn_mask.shape, whole, strict=True)]):
+        return False
+    return attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
 
 
 def _attend(
@@ -232,6 +199,12 @@ def _attend(
 ) -> Tensor | None:
     """Computes a call, and counts it; None, with the reason counted, where it is left to PyTorch."""
     why = only_pytorch_takes(query, dropout_p, scale)
+    if why is None and not dropout_p and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
+        mask, score = (attn_mask, None) if attn_mask is not None and attn_mask.dtype is torch.bool else (None, attn_mask)
+        options = Options(mask=mask, score=score, scale=scale, causal="top-left" if is_causal else False)
+        out = as_pytorch(attend(query, key, value, options), query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
+        count_taken(SDPA)
+        return out
     if why is None:
         if min(query.dim(), key.dim(), value.dim()) < 2:
             why = "tensors of fewer than two dimensions"

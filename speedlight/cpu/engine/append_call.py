@@ -11,9 +11,8 @@ from ...arrays.array import describe
 from ...arrays.dtypes import DTYPES
 from ...arrays.memory import Array
 from ...host.machine import Isa, current_isa
-from ...host.memo import Memo
 from ...host.shortcuts import row_addresses
-from ...problem.prepared import Prepared
+from ...problem.prepared import CallKey, Prepared, prepared_calls
 from ...problem.problem import LAYOUTS
 from ...problem.tokens import TokenShape
 from ..memory.blocks import Store
@@ -179,9 +178,6 @@ def _runs_of(k: New, v: New, counts: list[int]) -> np.ndarray:
 
 # --- append_paged(): pages that are the caller's
 
-# by where tokens lie, in both, and how many there are; threads and the vector unit
-_prepared: Memo[Prepared] = Memo(64, 1 << 20)
-
 
 def append_paged(
     pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: np.ndarray, before: list[int],
@@ -202,12 +198,14 @@ def append_paged(
 def _prepare(given: tuple[Array, ...], layout: str, counts: list[int]) -> Prepared:
     """Returns the call that stores k and v in k_pages and v_pages."""
     isa, threads, lines = current_isa(), get_threads(), [x.address % 64 for x in given[2:]] == [0, 0]
-    key = isa.name, threads, lines, layout, tuple(counts), *[(x.shape, x.strides, x.dtype) for x in given]
+    arrays = tuple([(x.shape, x.strides, x.dtype) for x in given])
+    key = CallKey("append", layout, arrays, (threads, isa.name), (lines, *counts))
 
     def make() -> Prepared:
-        return Prepared(given, put=AppendCall(*_places(given, layout, counts, isa, lines), counts, threads))
+        put = AppendCall(*_places(given, layout, counts, isa, lines), counts, threads)
+        return Prepared(put=put, given=given)
 
-    return _prepared.made(key, make)
+    return prepared_calls.made(key, make)
 
 
 def _places(

@@ -45,7 +45,8 @@ class Gradients:
     def __init__(self, request: Asked, layout: GradientLayout, threads: int, isa: Isa) -> None:
         self.request, self.problem = request, request.problem
         self.letters, self.first_q = layout.letters, layout.first_q
-        self.forms = [x.of(None, 0) for x in layout.arrays if x is not None]  # of arrays, which nobody may keep
+        # like the arrays that are read and made, which nobody may keep
+        self.arrays = [x.of(None, 0) for x in layout.arrays if x is not None]
         wants = tuning_of(isa).ranges
         self.unwritten = _unwritten(self.problem, layout)
         program, skew = program_of(self.problem, backward=True), 0
@@ -78,10 +79,9 @@ class Gradients:
         self.places = tuple(zip(launches, places, strict=True))
         return True
 
-    def tables_at(self, arrays: list[Any]) -> list[Any] | None:
-        """Returns the words of tables for arrays that lie elsewhere, of each kernel; None if one lacks memory."""
-        found = [launch.tables_at(places, arrays) if arrays else () for launch, places in self.places]
-        return None if None in found else found
+    def tables_at(self, arrays: list[Any], lie: list[Any]) -> list[Any]:
+        """Returns the words of tables for arrays that lie elsewhere, of each kernel; as Launch.tables_at()."""
+        return [launch.tables_at(places, arrays, lie) if arrays else () for launch, places in self.places]
 
     def run(self, x: Operands, seed: int | None = None, arrays: list[Any] | None = None) -> tuple[np.ndarray, ...]:
         """Fills dq, dk and dv, or adds to them; returns the further gradients that are asked for. seed: the caller's,

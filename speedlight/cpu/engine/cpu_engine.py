@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ...problem.operands import Dense, Operands, PagedKeys, PageTables, Rows, St
 from ...problem.problem import Problem
 from ...problem.results import Results
 from ..memory.records import SLACK
-from ..runtime.workers import get_threads
+from ..runtime.workers import get_threads, machine as machine
 from . import forward_call
 
 if TYPE_CHECKING:
@@ -65,13 +64,15 @@ def merge(outs: list[Array], lses: list[Array]) -> tuple[Any, Any]:
     return merge_call.merge(outs, lses)
 
 
-@functools.cache
-def replays() -> Any:
-    """Returns the calls of PyTorch's tensors that machine code repeats."""
+def __getattr__(name: str) -> Any:
+    """Loads read() where it is first called: what arrays are, and where they lie (problem/prepared.py)."""
+    if name != "read":
+        raise AttributeError(name)
     with importing:
-        from ..runtime.replay import replays
+        from ..runtime.repeating import functions
 
-    return replays
+    globals()["read"] = found = functions().read
+    return found
 
 
 def read_tables(block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str) -> PageTables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import struct
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_byt
 from ...host.rounding import standard
 from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
+from ...problem.prepared import array_places
 from ...problem.problem import LAYOUTS, TILE, Problem
 from ...problem.results import ResultForm
 from ...problem.work import all_pairs
@@ -27,12 +29,14 @@ from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
 from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, NUMBERS, STATE, TABLES, Item
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
-from ..runtime.launch import Launch, Words, threads_for
+from ..runtime.launch import Launch, Place, Words, threads_for
+from ..runtime.repeating import record_of
 from ..runtime.tuned import tuning_of
 from .schedule import Schedule, product_name, schedule, token_bytes
 
 if TYPE_CHECKING:
     from ...problem.plan import Balance, Plan, Roofs
+    from .append_call import AppendCall
 
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
@@ -101,7 +105,7 @@ class Call:
         cached: bool,
     ) -> None:  # fmt: skip
         """form: of its results. cached: keys and values lie as in a cache."""
-        self.problem, self.how, self.items, self.form, self.sinks = problem, how, items, form, _sinks(problem)
+        self.problem, self.how, self.items, self.result_layout, self.sinks = problem, how, items, form, _sinks(problem)
         self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
         seconds = _guessed_seconds(problem, how)
@@ -127,11 +131,37 @@ class Call:
         self.counts_at = 0  # address to which kernels add tiles and keys (records.COUNTS); 0: they do not count
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self._others: Any = (None,)  # what the last run of other lengths had
+        self.put: AppendCall | None = None  # what stores new tokens of a cache first
+        self.rows = 0  # the dimension of q's rows, where it runs for any number of keys
+        self.places: tuple[Place, ...] = ()  # of the arrays in mask and score
+        self._record: Any = None  # for machine code, once it runs again; False: that cannot run it
 
     @property
     def size(self) -> int:
         """Bytes that it keeps alive, the tables of its mask and score included."""
         return self.items.nbytes + len(self.items_bytes) + self.launch.size
+
+    def keep_for(self, arrays: Sequence[Any], rows: int) -> bool:
+        """Makes the call ready for other arrays in mask and score than it was prepared with; False if it cannot be.
+
+        rows: the dimension of q's rows, where it runs for any number of keys; else 0.
+        """
+        places = self.launch.places_of(arrays, rows > 0)
+        if places is None:
+            return False
+        self.places, self.rows = tuple(places), rows
+        self.launch.release_tables(arrays)
+        return True
+
+    def storing(self, put: AppendCall | None) -> Call:
+        """Returns the call with what stores new tokens first."""
+        new = copy.copy(self)
+        new.put, new._record = put, None
+        return new
+
+    def forget_record(self) -> None:
+        """Forgets what machine code runs: the kernel is unloaded, and loaded anew where it is run again."""
+        self._record = None
 
     @property
     def heads_alone(self) -> int:
@@ -169,6 +199,51 @@ class Call:
             more += strides
         call = q, k, v, out, lse, self.counts_at, items_at
         self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more, threads)
+
+    def run_again(
+        self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
+        store: tuple[int, int], arrays: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Runs for arrays at other places (problem/prepared.py), in machine code where it can; out and lse: addresses.
+
+        store: addresses of a cache's keys and values, or zeros.
+        """
+        if self._record is None:
+            self._record = record_of(self) or False
+        if self._record:
+            k, v = store
+            done = self._record.run(places, k, v, out, lse, seed, lengths, lists)
+            if done:
+                return
+        self._run_plainly(places, out, lse, seed, lengths, lists, store, arrays)
+
+    def _run_plainly(
+        self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
+        store: tuple[int, int], arrays: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Runs a long call, with regions between which Python sees signals; and one with an index out of range."""
+        (q, q_shape, _), *rest = array_places(places)
+        keys = None
+        if store != (0, 0):
+            k, v = store
+        else:
+            (k, k_shape, k_strides), (v, _, v_strides), *rest = rest
+        if self.rows:
+            lengths = [k_shape[self.rows]] * q_shape[0]
+            heads = 3 - self.rows
+            keys = tuple([x[n] for x in (k_strides, v_strides) for n in (heads, self.rows, 3, 0)])
+            if q_shape[0] > 1:
+                keys = (*keys[:3], keys[3] * (k_shape[0] > 1), *keys[4:7], keys[7] * (k_shape[0] > 1))
+        new = None
+        if self.put is not None:
+            (k_new, *_), (v_new, *_) = rest
+            assert lengths is not None
+            before = list(map(sub, lengths, self.put.counts))
+            new = self.put.start((k_new, v_new, k, v), before, lists)
+        tables = None
+        if self.places:
+            tables = self.launch.tables_at(self.places, arrays, rest, k_shape[self.rows] if self.rows else None)
+        self.run(q, k, v, out, lse, seed, lengths, lists, new, None, tables, keys)
 
     def _other_items(self, lengths: list[int], lists: Sequence[int] | None, keys: tuple[int, ...] | None) -> Any:
         """Returns what a run of other lengths depends on, its items, their address, its threads and words of strides.

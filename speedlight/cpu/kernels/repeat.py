@@ -22,14 +22,13 @@ from llvmlite import ir
 
 from ...expressions.program import LENGTHS, STRIDES
 from ...host.machine import Isa
+from ...problem.prepared import DIMS, FEW_ROWS
 from ...problem.problem import SPAN
 from ..language.vector import I8, I32, I64, PTR, VOID, Function, Module, Value
 from ..memory.records import (
     APPEND,
     ARRAY,
     CALL,
-    DIMS,
-    FEW_ROWS,
     ITEM,
     KEYS,
     LIMIT,
@@ -42,6 +41,7 @@ from ..memory.records import (
     SCRATCH,
     TABLED,
     TABLES,
+    TEAM,
     TENSORS,
     WRONG,
 )  # fmt: skip
@@ -80,6 +80,7 @@ PYTHON = (
     "PyObject_CallOneArg",
     "PyObject_RichCompareBool",
     "PyObject_Type",
+    "PyObject_Vectorcall",
     "PyTuple_New",
     "PyTuple_SetItem",
     "Py_DecRef",
@@ -151,10 +152,7 @@ def _is_same(k: Function, a: Value, b: Value) -> Value:
 
 
 def _write_read(module: Module, symbol: str) -> None:
-    """read(rows, q, k, v, array, …): (what they are, where they lie), two `bytes`; or None.
-
-    rows: the dimension of q's rows, 1 or 2, where a call of few queries may be kept for any number of keys; else 0.
-    """
+    """read(rows, q, k, v, array, …): what read_plainly() of problem/prepared.py does, which it calls for the rest."""
     array = _Arrays(module).write()
     write_growth = _growth_function(module)
     method = _Method(module, symbol)
@@ -190,7 +188,9 @@ def _write_read(module: Module, symbol: str) -> None:
             k.b.ret(k.pointer(result.get()).x)
         with no:
             method.call("PyErr_Clear", VOID)  # of a tensor that PyTorch does not hand out
-            k.b.ret(method.none().x)
+            plainly = k.load(PTR, method.held, READER.offset("plainly"))
+            given = k.p["arguments"], k.p["count"], method.null()
+            k.b.ret(method.call("PyObject_Vectorcall", PTR, plainly, *given).x)
     k.b.unreachable()
 
 
@@ -390,11 +390,11 @@ def _growth_function(module: Module) -> Any:
 
 
 def _write_run(module: Module, symbol: str) -> None:
-    """run(call, places, k, v, out, lse, seed, lengths, lists, threads, team): True, or False for a wrong index.
+    """run(call, places, k, v, out, lse, seed, lengths, lists, team): True, or False for an index out of range.
 
-    call: address of a REPEAT. places: as read() has them. k, v: addresses of a cache's keys and values; 0: of `places`.
-    lengths: of keys of each sequence, with the new tokens, and lists: addresses of their pages' numbers; or None.
-    team: address of a TEAM, where there are several threads.
+    call: address of a REPEAT. places: the second part of read(). k, v: addresses of a cache's keys and values; 0: of
+    `places`. lengths: of keys of each sequence, with the new tokens, and lists: addresses of their pages' numbers; or
+    None. team: address of a TEAM, or 0: then None is returned, and nothing done, where several threads are to run.
     """
     pack = _pack_function(module)
     method = _Method(module, symbol)
@@ -408,11 +408,12 @@ def _write_run(module: Module, symbol: str) -> None:
     with k.when(_is_null(k, room)):
         k.b.ret(method.call("PyErr_NoMemory", PTR).x)
     first = k.pointer((Value(k, k.b.ptrtoint(room.x, I64)) + (_LINE - 1)) & -_LINE)
-    good = k.call(pack, call, k.p["arguments"], first)
-    with k.when(good.equals(0)):
+    threads = k.call(pack, call, k.p["arguments"], first)
+    team = method.call("PyLong_AsVoidPtr", PTR, method.argument(9))
+    with k.when(threads.equals(0) | ((threads > 1) & _is_null(k, team))):
         method.call("PyMem_RawFree", VOID, room)
         k.b.ret(method.none().x)
-    _write_region(method, call, first)
+    _write_region(method, call, first, threads, team)
     wrong = k.variable(k.i64(0))
     with k.range(0, of_call("wrong_count")) as i:
         noted = k.at(first, of_call("wrong") + i * WRONG.bytes)
@@ -422,15 +423,13 @@ def _write_run(module: Module, symbol: str) -> None:
     k.b.ret(method.call("PyBool_FromLong", PTR, is_right).x)
 
 
-def _write_region(method: _Method, call: Value, room: Value) -> None:
+def _write_region(method: _Method, call: Value, room: Value, threads: Value, team: Value) -> None:
     """Runs the kernel: alone, or as a region, of which there is one at a time; without Python's lock meanwhile."""
     k = method.k
     region = k.load(PTR, method.held, READER.offset("region"))
     none, taken = (k.load(PTR, method.held, READER.offset(x)) for x in ("none", "taken"))
     kernel = k.load(I64, call, REPEAT.offset("kernel"))
     words = k.at(room, k.load(I64, call, REPEAT.offset("words")))
-    threads = method.integer(9)
-    team = method.call("PyLong_AsVoidPtr", PTR, method.argument(10))
     holder = method.call("PyList_GetItem", PTR, region, k.i64(0))
     together = (threads > 1) & _is_same(k, holder, none)
     with k.when(together):
@@ -442,7 +441,7 @@ def _write_region(method: _Method, call: Value, room: Value) -> None:
         call_at(k, put, k.at(room, k.load(I64, call, REPEAT.offset("put"))))
     with k.either(together) as (yes, no):
         with yes:
-            serve, threads_at, openmp, clock = (k.load(I64, team, 8 * n) for n in range(4))
+            serve, threads_at, openmp, clock = (k.load(I64, team, TEAM.offset(x)) for x in TEAM.names)
             kind = ir.FunctionType(I64, [PTR, PTR, PTR, I64, PTR, I64]).as_pointer()
             given = k.pointer(threads_at), k.pointer(kernel), words, threads - 1, k.pointer(openmp), clock
             k.b.call(k.b.inttoptr(serve.x, kind), [x.x for x in given])
@@ -455,7 +454,10 @@ def _write_region(method: _Method, call: Value, room: Value) -> None:
 
 
 class _Packer:
-    """pack(call, arguments, room): writes what a kernel reads, from the prepared call's words; 0 if it does not fit."""
+    """pack(call, arguments, room): writes what a kernel reads, from the prepared call's words.
+
+    Returns the number of threads, or 0 if the call does not fit.
+    """
 
     def __init__(self, module: Module) -> None:
         self.k = module.function("pack", dict.fromkeys(("call", "arguments", "room"), PTR), I64, special=True)
@@ -531,7 +533,12 @@ def _pack_function(module: Module) -> Any:
         items.get(), scratch + p.of_call("partials"), arrived, wrong,
         call_python(k, "PyLong_AsUnsignedLongLong", I64, p.argument(6)),
     )  # fmt: skip
-    return k.finish(fits.get())
+    total = k.variable(k.i64(0))
+    with k.when(grows | has_lengths):
+        with k.range(0, p.of_call("items_count") // len(ITEM)) as i:
+            total.set(total.get() + k.load(I64, p.part("items"), i * (8 * len(ITEM)) + 8 * ITEM.k_len))
+    is_short = (grows | has_lengths) & (total.get() < p.of_call("inline_below"))
+    return k.finish(k.select(is_short, k.i64(1), p.of_call("threads")) * fits.get())
 
 
 def _write_growth(p: _Packer, place: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...problem.prepared import DIMS
 from ...problem.problem import QUERY_BLOCK, TILE
 from ...problem.tokens import BLOCK as BLOCK
 
@@ -100,9 +101,8 @@ WRONG = Record("noted", "b", "h", "i", "j", "lookup", "index", "pad7")
 
 # --- a call that machine code repeats (cpu/kernels/repeat.py)
 
-TENSORS, DIMS = 9, 4  # what a backward pass reads, and arrays of a mask and a score; dimensions of each
+TENSORS = 9  # what a backward pass reads, and the arrays of a mask and a score
 TABLED = range(3, 5)  # of a forward pass: the arrays of a mask and a score
-FEW_ROWS = 16  # queries with which a call is kept for any number of keys
 _OF_DIMS = [f"{name}{d}" for name in ("size", "stride") for d in range(DIMS)]
 # what an array is, with strides in elements, and where it lies, with strides in bytes
 ARRAY = Record("dtype", "dims", *_OF_DIMS)
@@ -110,11 +110,13 @@ PLACE = Record("address", *_OF_DIMS)
 # what reading needs: objects of Python's, and the function that the exchange API hands out
 READER = Record(
     "none", "false", "ndarray", "tensor", "exchange", "is_neg", "is_copy_on_write", "untyped_storage", "nbytes", "storage_offset",
-    "questions", "question_count", "region", "taken",
+    "questions", "question_count", "plainly", "region", "taken",
 )  # fmt: skip
+# of a thread: how it runs a region on several threads
+TEAM = Record("serve", "threads", "openmp", "clock")
 _PARTS = ("words", "items", "tables", "numbers", "put")  # copied from templates: where from, and how many words
 REPEAT = Record(
-    "none", "kernel", "tickets", "rows", "new", "counts", "partials",
+    "none", "kernel", "tickets", "threads", "inline_below", "rows", "new", "counts", "partials",
     "put_kernel", "put_ticket", "put_tickets",
     "room",  # bytes of all parts
     *_PARTS, "arrived", "wrong", "scratch",  # bytes from the room's first to each part

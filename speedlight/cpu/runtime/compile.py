@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +33,13 @@ from .kept_files import cache_directory, check_directory, digest_of, keep, read_
 if TYPE_CHECKING:
     from ...host.machine import Isa
     from ..kernels.merge import MergeShape
-    from ..kernels.replay import ReplayShape
+    from ..kernels.repeat import RepeatShape
     from ..kernels.term_sums import TermShape
     from ..kernels.thread_pool import ServingShape
     from ..kernels.tile_test import TileTestShape
     from ..memory.shape import AppendShape, Shape
 
-    AnyShape = Shape | MergeShape | AppendShape | ServingShape | ReplayShape | TermShape | TileTestShape
+    AnyShape = Shape | MergeShape | AppendShape | ServingShape | RepeatShape | TermShape | TileTestShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
@@ -61,12 +62,13 @@ class Kernel:
     no thread is inside any more. `ticket`: the address of what does one ticket, where the kernel says it.
     """
 
-    __slots__ = ("__weakref__", "address", "code", "entry", "from_cache", "joined", "last", "symbol", "ticket")
+    __slots__ = ("__weakref__", "address", "code", "entry", "from_cache", "joined", "last", "records", "symbol", "ticket")
 
     def __init__(
         self, symbol: str, objects: tuple[bytes, ...], from_cache: bool, *, does_tickets: bool = False
     ) -> None:
         self.symbol, self.from_cache, self.last = symbol, from_cache, 0
+        self.records: weakref.WeakSet[Any] = weakref.WeakSet()  # calls that machine code repeats with it
         names = symbol, f"{symbol}_joined", *[f"{symbol}_ticket"] * does_tickets
         self.code = load(objects, names)
         self.address, self.ticket = self.code[symbol], self.code[names[-1]] if does_tickets else 0
@@ -111,7 +113,9 @@ def _structure(shape: Any) -> Any:
 def _make_room() -> None:
     """For one more. A running call holds a reference, so its kernel is unloaded afterwards."""
     while len(_loaded) >= MOST_LOADED:
-        del _loaded[min(_loaded, key=lambda key: _loaded[key].last)]
+        kernel = _loaded.pop(min(_loaded, key=lambda key: _loaded[key].last))
+        for call in list(kernel.records):
+            call.forget_record()
 
 
 def loaded_kernels() -> list[str]:
@@ -147,8 +151,6 @@ def _module(shape: AnyShape) -> Any:
             from ..kernels.tile_test import tile_test_module as module
         case "repeat":
             from ..kernels.repeat import repeat_module as module
-        case "replay":
-            from ..kernels.replay import replay_module as module
         case _:
             from ..kernels.decode import decode_module as module
     of_kind: Any = shape

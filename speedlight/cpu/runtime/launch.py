@@ -12,12 +12,11 @@ import numpy as np
 
 from ...arrays import torch_tensors
 from ...arrays.memory import pages
-from ...arrays.torch_tensors import has_bytes
 from ...errors import pass_on
 from ...expressions.program import LENGTHS, STRIDES, TABLE_WORDS, Program
 from ...expressions.tree import Node, out_of_range
-from ...host.shortcuts import address_of
 from ...host.tunings import Threading
+from ...problem.prepared import DIMS
 from ..memory.records import CALL, SCRATCH, WRONG, Record
 from .compile import Kernel, kernel_of
 from .workers import run_alone, run_tickets
@@ -29,8 +28,8 @@ class Place(NamedTuple):
     """An array of a mask or score, in a prepared call."""
 
     slot: int | None  # of its table; None: nothing looks it up
-    end: int  # bytes from its address to its end
-    strides: tuple[int, ...] | None  # of its copy in float32, where there is one
+    dims: int
+    is_copied: bool = False  # kernels read no bfloat16: a copy in float32 is made for each call
     first: tuple[int, ...] = ()  # slots of the numbers that are the first row's position, where that may change
 
 
@@ -92,7 +91,7 @@ class Launch:
         for x in arrays:
             found = [n for n, (table, _) in enumerate(left) if table.watched is x]
             if not found:
-                places.append(Place(None, 0, None))
+                places.append(Place(None, x.ndim))
                 continue
             table, slot = left.pop(found[0])
             there, is_numpy = table.array, isinstance(x, np.ndarray)
@@ -102,9 +101,9 @@ class Launch:
             if first is None:
                 return None
             if there.ctypes.data == (x.ctypes.data if is_numpy else torch_tensors.read_address(x)):
-                places.append(Place(slot, _end_of(there.shape, there.strides) + there.itemsize, None, first))
+                places.append(Place(slot, there.ndim, first=first))
             elif not is_numpy and str(x.dtype) == "torch.bfloat16":
-                places.append(Place(slot, 0, x.detach().float().stride(), first))
+                places.append(Place(slot, there.ndim, is_copied=True, first=first))
             else:
                 return None
         return places
@@ -122,41 +121,33 @@ class Launch:
             if any([table.watched is x for x in arrays]):
                 table.release()
 
-    def tables_at(self, places: Sequence[Place], arrays: Sequence[Any], keys: int | None = None) -> Any:
-        """Returns the words of its tables, of a call that has arrays at other addresses, and what must live as long as
-        they; None if one lacks memory. keys: columns of each, where that may change: the numbers are there, too, then.
+    def tables_at(
+        self, places: Sequence[Place], arrays: Sequence[Any], lie: Sequence[tuple[int, Any, Any]],
+        keys: int | None = None,
+    ) -> Any:  # fmt: skip
+        """Returns the words of the tables of a call that has arrays at other addresses, and what must live as long.
+
+        lie: of each array its address, sizes and strides in bytes (problem/prepared.py). keys: columns of each, where
+        that may change: then the second result is the numbers.
         """
         words, held, numbers = self.tables_type.from_buffer_copy(self.slots[1]), None, None
-        for x, (slot, end, strides, first) in zip(arrays, places, strict=True):
+        for x, (slot, dims, is_copied, first), (address, sizes, steps) in zip(arrays, places, lie, strict=True):
             if slot is None:
                 continue
-            if type(x) is np.ndarray:
-                address, steps = address_of(x), x.strides
-            else:
-                if strides is not None:
-                    x = x.detach().float()
-                    if keys is None and x.stride() != strides:
-                        return None
-                    held = x, held
-                steps: Any = ()
-                if keys is not None or strides is not None:
-                    size = x.itemsize
-                    steps = [step * size for step in x.stride()]
-                    end = _end_of(x.shape, steps) + size
-                try:
-                    address = torch_tensors.read_address(x)
-                except RuntimeError:  # a wrapper of torch.func
-                    return None
-                if not (address and has_bytes(x, end)):
-                    return None
+            if is_copied:
+                x = x.detach().float()
+                held = x, held
+                address = x.data_ptr()
+                steps = [step * x.itemsize for step in x.stride()]
             row = slot * TABLE_WORDS
             words[row] = address
+            if keys is not None or is_copied:
+                words[row + STRIDES + DIMS - dims : row + STRIDES + DIMS] = steps[:dims]
             if keys is not None:
-                words[row + LENGTHS + 3] = keys
-                words[row + STRIDES + 4 - len(steps) : row + STRIDES + 4] = steps
+                words[row + LENGTHS + DIMS - 1] = keys
                 if first:
                     numbers = self.slots[0].copy() if numbers is None else numbers
-                    numbers[list(first)] = keys - x.shape[-2]
+                    numbers[list(first)] = keys - sizes[dims - 2]
         return words, numbers, held
 
     @property
@@ -211,11 +202,6 @@ class Launch:
             give_scratch(scratch)
         if wrong:
             raise_wrong(self.lookups, wrong)
-
-
-def _end_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the bytes from an array's first element to its last."""
-    return sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
 
 
 def threads_for(seconds: float, threads: int, wants: Threading) -> int:

@@ -1,11 +1,12 @@
-"""Repeats prepared calls in machine code (kernels/repeat.py): loads it, and hands it what it may call."""
+"""Machine code that reads arrays and repeats prepared calls (kernels/repeat.py): loads it, and says what it may call."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,15 +14,92 @@ from ...errors import pass_on
 from ...host.insides import TORCH
 from ...host.llvm import load
 from ...host.machine import host_arch, isa_named
+from ...problem.prepared import read_plainly
 from ..kernels.repeat import PYTHON, RepeatShape
-from ..memory.records import ITEM, READER, REPEAT, WRONG
+from ..memory.records import ITEM, READER, REPEAT, TABLED, WRONG
 from . import workers
 from .compile import lock, objects_of, symbol_of
+
+if TYPE_CHECKING:
+    from ..engine.forward_call import Call
 
 _FASTCALL = 0x80  # METH_FASTCALL
 _EXCHANGE = b"dlpack_exchange_api"
 _READ_AT = 16 + 3 * 8  # bytes to dltensor_from_py_object_no_sync, behind a header and three other functions
-_MOST_ROOM = 8 << 20  # bytes that a call takes for its words and scratch
+_MOST_ROOM = 8 << 20  # bytes of a call's words and scratch, at most
+_LINE = 64
+
+
+class Functions:
+    """The functions `read` and `run` of this process."""
+
+    def __init__(self) -> None:
+        self.read: Any = read_plainly
+        self.run: Any = None  # where this Python has no such functions
+        self._block = (ctypes.c_int64 * len(READER.names))()
+        self._held: list[Any] = [object()]
+        self._set(
+            none=None, false=False, ndarray=np.ndarray, plainly=self.read_rest, region=workers.region_holder(),
+            taken=self._held[0],
+        )  # fmt: skip
+        if _is_known_python():
+            self._load()
+
+    def read_rest(self, rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
+        """Reads what machine code leaves to Python; hands PyTorch's functions over once PyTorch is there."""
+        if "torch" in sys.modules and not self._block[READER.word("tensor")]:
+            self._hand_over(sys.modules["torch"])
+        return read_plainly(rows, *arrays)
+
+    def _load(self) -> None:
+        shape = RepeatShape(isa_named({"x86_64": "avx2", "aarch64": "neon"}[host_arch()]))
+        symbol = symbol_of(shape)
+        names = symbol, f"{symbol}_read"
+        symbols = {name: ctypes.cast(ctypes.pythonapi[name], ctypes.c_void_p).value or 0 for name in PYTHON}
+        with lock:
+            code = load(objects_of(shape)[0], names, symbols=symbols)
+        block = _call("PyCapsule_New", ctypes.py_object, ctypes.addressof(self._block), None, None)
+        self.run, self.read = (self._function(name, code, block) for name in names)
+
+    def _function(self, name: str, code: Any, block: Any) -> Any:
+        """Makes a function of Python's. Neither is unloaded: whoever has the function may call it."""
+        method = _Method(name.encode(), code[name], _FASTCALL, None)
+        for kept in (method, code):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        return _call("PyCFunction_NewEx", ctypes.py_object, ctypes.addressof(method), ctypes.py_object(block), None)
+
+    def _hand_over(self, torch: Any) -> None:
+        """Tells machine code what PyTorch offers; tensors are read in Python where a part of that is missing."""
+        api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        exchange = 0 if api is None else _exchange_function(api)
+        if not exchange or TORCH.is_cow_tensor is None:
+            return
+        level = functools.partial(getattr, TORCH.forward_ad, "_current_level")
+        questions = [
+            (torch.is_grad_enabled, False),
+            (TORCH.len_torch_dispatch_stack, 0),
+            (TORCH.get_tracing_state, None),
+            (TORCH.peek_interpreter_stack, None),
+            (level, -1),
+        ]
+        words = (ctypes.c_int64 * (2 * len(questions)))(*[id(x) for pair in questions for x in pair])
+        self._held += [questions, words]
+        self._block[READER.word("exchange")] = exchange
+        self._block[READER.word("questions")] = ctypes.addressof(words)
+        self._block[READER.word("question_count")] = len(questions)
+        self._set(
+            is_neg=torch.Tensor.is_neg,
+            is_copy_on_write=TORCH.is_cow_tensor,
+            untyped_storage=torch.Tensor.untyped_storage,
+            nbytes=torch.UntypedStorage.nbytes,
+            storage_offset=torch.Tensor.storage_offset,
+        )
+        self._set(tensor=torch.Tensor)  # last: from now on tensors are read
+
+    def _set(self, **objects: Any) -> None:
+        for name, x in objects.items():
+            self._held.append(x)
+            self._block[READER.word(name)] = id(x)
 
 
 class _Method(ctypes.Structure):
@@ -30,135 +108,114 @@ class _Method(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("code", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p))
 
 
-class Repeater:
-    """The two functions: `run`, and `read` once PyTorch is loaded and has the exchange API."""
-
-    def __init__(self) -> None:
-        self.block = (ctypes.c_int64 * len(READER.names))()
-        self.taken = object()
-        self._set(none=id(None), false=id(False), ndarray=id(np.ndarray), region=id(workers.region_holder()), taken=id(self.taken))
-        shape = RepeatShape(isa_named({"x86_64": "avx2", "aarch64": "neon"}[host_arch()]))
-        symbol = symbol_of(shape)
-        with lock:
-            self._code = load(objects_of(shape)[0], (symbol, f"{symbol}_read"), symbols=_addresses(PYTHON))
-        self.run = self._function(b"run", symbol)
-        self._read = self._function(b"read", f"{symbol}_read")
-        self.read: Any = None
-
-    def find_tensors(self) -> None:
-        """Hands over what PyTorch offers; without the exchange API `read` stays None."""
-        import torch
-
-        api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-        is_copy_on_write = getattr(torch._C, "_is_cow_tensor", None)
-        if api is None or is_copy_on_write is None:
-            return
-        pointer = _pointer_of(api, _EXCHANGE)
-        version = (ctypes.c_uint32 * 2).from_address(pointer)
-        exchange = ctypes.c_void_p.from_address(pointer + _READ_AT).value
-        if version[0] != 1 or not exchange:
-            return
-        level = functools.partial(getattr, TORCH.forward_ad, "_current_level")
-        asked = [
-            (torch.is_grad_enabled, False),
-            (TORCH.len_torch_dispatch_stack, 0),
-            (TORCH.get_tracing_state, None),
-            (TORCH.peek_interpreter_stack, None),
-            (level, -1),
-        ]
-        self._questions = (ctypes.c_int64 * (2 * len(asked)))(*[id(x) for pair in asked for x in pair])
-        functions = {
-            "is_neg": torch.Tensor.is_neg,
-            "is_copy_on_write": is_copy_on_write,
-            "untyped_storage": torch.Tensor.untyped_storage,
-            "nbytes": torch.UntypedStorage.nbytes,
-            "storage_offset": torch.Tensor.storage_offset,
-        }
-        self._held = asked, functions
-        self._set(
-            tensor=id(torch.Tensor), exchange=exchange, questions=ctypes.addressof(self._questions),
-            question_count=len(asked), **{name: id(x) for name, x in functions.items()},
-        )  # fmt: skip
-        self.read = self._read
-
-    def _set(self, **words: int) -> None:
-        for name, value in words.items():
-            self.block[READER.word(name)] = value
-
-    def _function(self, name: bytes, symbol: str) -> Any:
-        method = _Method(name, self._code[symbol], _FASTCALL, None)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._code))
-        capsule = ctypes.pythonapi.PyCapsule_New
-        capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-        make = ctypes.pythonapi.PyCFunction_NewEx
-        make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
-        return make(ctypes.addressof(method), capsule(ctypes.addressof(self.block), None, None), None)
+@functools.cache
+def functions() -> Functions:
+    """Returns the functions, loaded at the first call."""
+    return Functions()
 
 
-def _pointer_of(capsule: Any, name: bytes) -> int:
+def _is_known_python() -> bool:
+    """Returns whether this is CPython with its lock, on a CPU that has kernels."""
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return sys.implementation.name == "cpython" and has_lock and host_arch() in ("x86_64", "aarch64")
+
+
+def _call(name: str, returns: Any, *arguments: Any) -> Any:
+    """Calls one of CPython's functions."""
+    function = ctypes.pythonapi[name]
+    function.restype = returns
+    function.argtypes = [type(x) if isinstance(x, ctypes.py_object) else ctypes.c_void_p for x in arguments]
+    return function(*arguments)
+
+
+def _exchange_function(api: Any) -> int:
+    """Returns the address of the function that describes a tensor; 0 where the API has another version."""
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return get(capsule, name)
+    try:
+        at = get(api, _EXCHANGE)
+    except ValueError as error:  # a capsule of another name
+        pass_on(error, ValueError)
+        return 0
+    major = ctypes.c_uint32.from_address(at).value
+    return ctypes.c_void_p.from_address(at + _READ_AT).value or 0 if major == 1 else 0
 
 
-def _addresses(names: Any) -> dict[str, int]:
-    return {name: ctypes.cast(ctypes.pythonapi[name], ctypes.c_void_p).value or 0 for name in names}
+class Record:
+    """A prepared call as `run` reads it, and what must live as long."""
+
+    __slots__ = ("_address", "_held", "_run", "_threads")
+
+    def __init__(self, words: dict[str, int], held: list[Any]) -> None:
+        record = (ctypes.c_int64 * len(REPEAT.names))()
+        for name, value in words.items():
+            record[REPEAT.word(name)] = value
+        self._address, self._held = ctypes.addressof(record), [*held, record]
+        self._run, self._threads = functions().run, words["threads"]
+
+    def run(
+        self, places: bytes, k: int, v: int, out: int, lse: int, seed: int, lengths: Sequence[int] | None,
+        lists: Sequence[int] | None,
+    ) -> bool | None:  # fmt: skip
+        """Runs the call; None if it does not fit, False if an index was out of range."""
+        done = self._run(self._address, places, k, v, out, lse, seed, lengths, lists, 0)
+        if done is None and self._threads > 1:
+            team = workers.team_address(self._threads)
+            done = self._run(self._address, places, k, v, out, lse, seed, lengths, lists, team)
+        return done
 
 
-def record_of(call: Any, prepared: Any) -> Any:
-    """Writes down a prepared call for `run`; None where that cannot run it."""
-    launch = call.launch
-    if launch.seconds >= launch.region_seconds:
+def record_of(call: Call) -> Record | None:
+    """Returns a call as machine code runs it; None for a long one, between whose regions Python sees signals."""
+    launch, put = call.launch, call.put
+    if functions().run is None or launch.seconds >= launch.region_seconds or not launch.tickets:
+        return None
+    if any([place.is_copied for place in call.places]) or len(call.places) > len(TABLED):
+        return None
+    if put is not None and not (put.within or put.launch.inline):
         return None
     kernel = launch.kernel
-    template = (ctypes.c_char * len(launch.template)).from_buffer_copy(launch.template)
-    parts: dict[str, tuple[int, int]] = {  # address and words of each template
-        "words": (ctypes.addressof(template), len(launch.template) // 8),
-        "items": (call.items_at, call.items.size),
-        "tables": (0, 0), "numbers": (0, 0), "put": (0, 0),
-    }
-    held: list[Any] = [kernel, template, call]
-    words = {
-        "none": id(None), "kernel": kernel.address, "tickets": launch.tickets, "counts": call.counts_at,
-        "partials": launch.partials_at, "rows": prepared.rows, "new": prepared.new,
-        "arrived_count": launch.groups, "wrong_count": launch.threads if launch.lookups else 0,
-        "slot3": -1, "slot4": -1,
-    }
-    if prepared.places:
-        tables = (ctypes.c_int64 * launch.slots[1].size)(*launch.slots[1].ravel().tolist())
-        parts["tables"] = ctypes.addressof(tables), len(tables)
-        held.append(tables)
-        for n, place in enumerate(prepared.places):
-            if place.strides is not None:
-                return None
-            words[f"slot{3 + n}"] = -1 if place.slot is None else place.slot * launch.slots[1].shape[1]
-            words[f"dims{3 + n}"] = place.dims
+    held: list[Any] = [kernel]
+    templates = {"words": launch.template, "items": call.items_bytes, "tables": b"", "numbers": b"", "put": b""}
+    words: dict[str, int] = {
+        "none": id(None), "kernel": kernel.address, "tickets": launch.tickets,
+        "threads": 1 if launch.inline else launch.threads, "inline_below": call.inline_keys, "rows": call.rows,
+        "counts": call.counts_at, "partials": launch.partials_at, "arrived_count": launch.groups,
+        "wrong_count": launch.threads if launch.lookups else 0,
+        **{f"slot{t}": -1 for t in TABLED},
+    }  # fmt: skip
+    if call.places:
+        templates["tables"] = launch.slots[1].tobytes()
+        for t, place in zip(TABLED, call.places, strict=False):
+            firsts = (ctypes.c_int64 * len(place.first))(*place.first)
+            held.append(firsts)
+            slot = -1 if place.slot is None else place.slot * launch.slots[1].shape[1]
+            words |= {f"slot{t}": slot, f"dims{t}": place.dims}
+            words |= {f"firsts{t}": ctypes.addressof(firsts), f"first_count{t}": len(firsts)}
             if place.first:
-                firsts = (ctypes.c_int64 * len(place.first))(*place.first)
-                held.append(firsts)
-                words[f"firsts{3 + n}"], words[f"first_count{3 + n}"] = ctypes.addressof(firsts), len(firsts)
-                parts["numbers"] = launch.slots[0].ctypes.data, launch.slots[0].size
-    put = prepared.put
-    if put is not None:
+                templates["numbers"] = launch.slots[0].tobytes()
+    if put is not None and put.launch.tickets:
         store = put.launch.kernel
-        stored = (ctypes.c_char * len(put.launch.template)).from_buffer_copy(put.launch.template)
-        parts["put"] = ctypes.addressof(stored), len(stored) // 8
-        words |= {"put_tickets": put.launch.tickets, "put_ticket": store.ticket if put.within else 0,
-                  "put_kernel": 0 if put.within else store.address}
-        held += [store, stored]
-    sizes = {name: 8 * count for name, (_, count) in parts.items()}
-    sizes |= {"arrived": 8 * launch.groups, "wrong": WRONG.bytes * words["wrong_count"], "scratch": launch.scratch_bytes}
-    at = 0
+        held.append(store)
+        templates["put"] = put.launch.template
+        words |= {"put_tickets": put.launch.tickets, "new": put.counts[0]}
+        words["put_ticket" if put.within else "put_kernel"] = store.ticket if put.within else store.address
+        store.records.add(call)
+    sizes = {name: len(text) for name, text in templates.items()}
+    sizes["arrived"] = 8 * launch.groups
+    sizes["wrong"] = WRONG.bytes * words["wrong_count"]
+    sizes["scratch"] = launch.scratch_bytes
+    end = 0
     for name, size in sizes.items():
-        words[name] = at
-        at += -(-size // 64) * 64
-    if at > _MOST_ROOM:
+        words[name] = end
+        end += -(-size // _LINE) * _LINE
+    if end > _MOST_ROOM:
         return None
-    words["room"] = at + 64
-    for name, (address, count) in parts.items():
-        words[f"{name}_from"], words[f"{name}_count"] = address, count
-    record = (ctypes.c_int64 * len(REPEAT.names))()
-    for name, value in words.items():
-        record[REPEAT.word(name)] = value
-    return record, ctypes.addressof(record), held
+    words["room"] = end + _LINE
+    for name, text in templates.items():
+        memory = ctypes.create_string_buffer(text, len(text)) if text else None
+        held.append(memory)
+        words[f"{name}_from"] = ctypes.addressof(memory) if memory is not None else 0
+        words[f"{name}_count"] = len(text) // 8
+    kernel.records.add(call)
+    return Record(words, held)

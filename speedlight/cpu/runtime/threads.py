@@ -48,9 +48,9 @@ class Threads:
         """
         return self._clock(openmp, threads)
 
-    def addresses(self) -> dict[str, int]:
-        """Returns those of run()'s function and of the threads, for machine code."""
-        return {"serve": ctypes.cast(self._region, ctypes.c_void_p).value or 0, "team": self._block}
+    def addresses(self) -> tuple[int, int]:
+        """Returns the addresses of run()'s function and of the threads, for machine code."""
+        return ctypes.cast(self._region, ctypes.c_void_p).value or 0, self._block
 
     @property
     def started(self) -> int:

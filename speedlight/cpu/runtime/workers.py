@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...arrays.integers import integer
 from ...errors import ArgumentError, pass_on, warn_once
 from ...host.forks import importing
-from ...host.machine import slow_cores, usable_cpus
-from ...host.shortcuts import setting
-from ..memory.records import LEFT, LIMIT, TICKET, WORKER
+from ...host.machine import current_isa, slow_cores, usable_cpus
+from ...host.shortcuts import ENVIRONMENT, setting
+from ..memory.records import LEFT, LIMIT, TEAM, TICKET, WORKER
 from .compile import Kernel
 
 if TYPE_CHECKING:
@@ -73,21 +73,30 @@ def get_threads() -> int:
     if now >= known.until or asked != known.asked:  # affinity and quotas change while a process runs
         wanted = asked or _threads_named(setting("SPEEDLIGHT_THREADS"))
         known.count = min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
-        known.asked, known.until = asked, now + 1.0
+        known.asked, known.until, known.wanted = asked, now + 1.0, ...
     return known.count
 
 
-def counted_until() -> float:
-    """Returns until when, of time.monotonic(), the calling thread's number of threads counts."""
-    return _in_use.until
+def machine() -> tuple[int, str]:
+    """Returns the number of threads and the vector unit of a call now, a part of a CallKey."""
+    known = _in_use
+    wanted = ENVIRONMENT.get(b"SPEEDLIGHT_ISA") if ENVIRONMENT is not None else setting("SPEEDLIGHT_ISA")
+    if time.monotonic() >= known.until or _threads != known.asked or wanted != known.wanted:
+        known.machine = get_threads(), current_isa().name
+        known.wanted = wanted
+    return known.machine
 
 
 class _InUse(threading.local):
-    """The number of threads that a thread's calls run on, of what was asked for, and until when that counts."""
+    """The number of threads that a thread's calls run on, of what was asked for, and until when that counts; with the
+    vector unit, of the setting.
+    """
 
     count = 1
     asked: int | None = None
     until = 0.0
+    wanted: Any = ...
+    machine: tuple[int, str] = (1, "")
 
 
 _in_use = _InUse()
@@ -213,15 +222,19 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
             _region[0] = None
 
 
-def region_words(threads: int) -> dict[str, int]:
-    """Returns the addresses with which machine code runs a region on up to so many threads, of the calling thread; it
-    must have run one before.
+def team_address(threads: int) -> int:
+    """Returns the address of the words with which machine code runs a region of the calling thread (records.TEAM); 0
+    where threads are Python's.
     """
     ours = _ours or _new_threads()
     if ours is None:
-        return {"threads": 1}
+        return 0
+    words = getattr(_calling, "words", None)
+    if words is None:
+        words = _calling.words = (ctypes.c_int64 * len(TEAM.names))()
     openmp, clock = _team_of(ours, threads)
-    return ours.addresses() | {"openmp": openmp, "clock": clock}
+    words[:] = (*ours.addresses(), openmp, clock)
+    return ctypes.addressof(words)
 
 
 def region_holder() -> list[object]:
@@ -326,11 +339,6 @@ def _team_of(ours: Threads, threads: int) -> tuple[int, int]:
         _calling.clock = ours.clock_of_team(openmp.parallel, threads)
         _calling.threads = threads
     return openmp.parallel, _calling.clock
-
-
-def known_clock() -> int:
-    """Returns the clock of the calling thread's OpenMP team; 0 if no region has asked for one."""
-    return getattr(_calling, "clock", 0)
 
 
 def _before_fork() -> None:
