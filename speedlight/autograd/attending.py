@@ -20,7 +20,7 @@ from ..host.insides import TORCH
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
 from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled, state_of
-from ..problem.problem import Options, new_options
+from ..problem.options import Options
 from . import higher_order as further
 from . import operators as ops
 from .forms import tensors_of, text_of
@@ -111,8 +111,9 @@ def repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
 
 def attend_as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
     """The call as PyTorch's machinery has it; forward mode passes operations by, and takes another way."""
-    form, tables, sinks, seed = text_of(options), tensors_of(options), options.sink_logits, options.seed
-    sinks = _tensor_of(sinks)
+    form, tables = text_of(options), tensors_of(options)
+    sinks = _tensor_of(options.sink_logits)
+    seed: Any = options.seed
     if is_tensor(seed):  # of a trace, which has no number yet
         tables, seed = [*tables, seed], None
     elif options.dropout:
@@ -201,7 +202,7 @@ def _gradients_of(known: Followed, tensors: tuple[Any, ...], wanted: list[Any]) 
         return results
     tables = [x if type(x) is Table else Table(x, "score", copy=False) for x in tables]
     if tables and is_tensor(options.score):
-        options = options._replace(score=tables[0])
+        options = replace(options, score=tables[0])
     q, k, v, out, lse, d_out, d_lse = tensors
     grads = tuple([x if x is SINKS else tables[x] for x in wanted])
     return gradients_of(q, k, v, out, lse, d_out, d_lse, grads, options)
@@ -221,7 +222,9 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
             tables[slot] = sources[n]
     sinks = _tensor_of(known.options.sink_logits) if sinks is None else sinks
     wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
-    form, seed = text_of(known.options), ops.signed(known.options.seed)
+    form = text_of(known.options)
+    given_seed: Any = known.options.seed
+    seed = ops.signed(given_seed)
     if TORCH.peek_interpreter_stack() is None:
         dq, dk, dv, *more = ops.attention_backward_op(q, k, v, out, lse, *flows, sinks, tables, form, seed, wanted)
     else:
@@ -242,4 +245,5 @@ def _read_arrays(options: Options) -> Options:
     score = options.score
     if score is None:
         return options
-    return options._replace(score=[array_of(x) for x in score] if isinstance(score, (list, tuple)) else array_of(score))
+    arrays = [array_of(x) for x in score] if isinstance(score, (list, tuple)) else array_of(score)
+    return replace(options, score=arrays)

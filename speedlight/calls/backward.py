@@ -16,10 +16,10 @@ from ..problem.biases import array_of, arrays_of, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, are_named, asked, resolved
 from ..problem.operands import Operands
-from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, T, V, public
+from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, Options, T, V, scores_of
 from ..problem.prepared import CallKey, array_places, prepared_calls
-from ..problem.problem import Options, scores_of
 from ..problem.results import empty_like, fresh, like_input
+from ..problem.signatures import public
 from .dense import runs_on_gpu
 
 if TYPE_CHECKING:

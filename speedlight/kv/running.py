@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import CODES
-from ..host.machine import current_isa
-from ..problem.problem import Options
+from ..problem.options import Options
+from ..problem.prepared import place_of
 from ..problem.results import Results
 from ..problem.tokens import Batch, Piece
 from ..problem.windows import SPARE
@@ -33,10 +30,10 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
                 storage.remember(step, query.given, query.q, k, v, options)
             if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
-            lengths = first.before, first.after
-            return step.step(
-                storage.addresses[layer], q, [query.q.address], *lengths, query.return_lse, options.seed_word()
-            )
+            return step.run(
+                q, place_of(query.q), return_lse=query.return_lse, seed=options.seed_word(), lengths=first.after,
+                store=storage.addresses[layer],
+            )  # fmt: skip
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
     if len(pieces) > 1 and _are_all_new(storage, query, pieces):
         storage.attend_new(query.q, k, v, query.options, results)
@@ -64,28 +61,19 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     arrays: q, or q, k and v, or k and v, which are only stored.
     """
     storage, held = cache._storage, cache._held[layer]
-    steps, (lengths, written) = storage.steps, held
-    if steps is None or type(return_lse) is not bool:
+    lengths, written = held
+    if storage.steps is None or type(return_lse) is not bool:
         return None
-    can_learn = not return_lse and len(arrays) != 2
-    if can_learn and steps.replays is not None:
-        result = _run_known(cache, layer, held, arrays, options)
-        if result is not None:
-            return result
     found = storage.checked_step(lengths, arrays, options)
     if found is None:
         return None
-    step, addresses = found
-    n, seed = step.new, options.seed_word()
+    step, places = found
+    n, store = step.new, storage.addresses[layer]
+    how: Any = {"return_lse": return_lse, "seed": options.seed_word(), "store": store}
     if cache._ring.size and n > SPARE:
         return None  # so many may write over tokens that are promised, which are to be kept meanwhile
-    if can_learn and type(arrays[0]) is not np.ndarray:
-        machine = engines.threads_now(), current_isa().name
-        replays = engines.cpu().replays()
-        if replays.learn_step(steps, arrays, options, machine, step, cache.capacity):
-            steps.replays = replays
     if not n:
-        return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
+        return step.run(arrays[0], places, lengths=lengths, **how)
     totals = [x + n for x in lengths]
     longest = max(totals)
     if longest > cache.capacity:
@@ -96,33 +84,11 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
         if cache._held[layer] is not held:
             return None  # somebody appended since
         after = totals, cache._ring.reached(written, totals)
-        result = step.step(storage.addresses[layer], arrays[0], addresses, lengths, totals, return_lse, seed)
-        cache._held[layer] = after
-        return result
-
-    return transact(cache, {layer}, change)
-
-
-def _run_known(cache: Any, layer: int, held: Any, arrays: tuple[Any, ...], options: Options) -> Any:
-    """Runs a step of tensors in machine code, if that knows it; else returns None."""
-    storage, (lengths, written) = cache._storage, held
-    q, k, v = arrays if len(arrays) == 3 else arrays * 3
-    given = storage.steps, q, k, v, options, storage.addresses[layer], lengths
-    replay = storage.steps.replays.call
-    if len(arrays) == 1:
-        return replay(*given)
-
-    def change() -> Any:
-        if cache._held[layer] is not held:
-            return None  # somebody appended since
-        if max(lengths) >= storage.large_from:  # which machine code does not look at
-            storage.expect(max(lengths))
-        result = replay(*given)
-        if result is None:
-            return None
-        new = k.shape[2]
-        totals = [n + new for n in lengths]
-        after = totals, cache._ring.reached(written, totals)
+        if step.call is None:
+            step.store(places, lengths, store)
+            result = True
+        else:
+            result = step.run(arrays[0], places, lengths=totals, **how)
         cache._held[layer] = after
         return result
 
@@ -133,14 +99,16 @@ def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
     """Stores a pool's new tokens, if any, and computes what the queries see."""
     query = packed.query
     if packed.step is not None:
-        step, addresses = packed.step
-        lists = [x.address for x in batch.tables]
+        step, places = packed.step
+        lists, store = [x.address for x in batch.tables], storage.addresses[layer]
         if query is None:
-            step.step(storage.addresses[layer], None, addresses, batch.before, batch.after, False, 0, lists)
+            step.store(places, batch.before, store, lists)
             return None
         if step.fits(batch.after):
-            q, lse, seed = query.given[0], query.return_lse, query.options.seed_word()
-            return step.step(storage.addresses[layer], q, addresses, batch.before, batch.after, lse, seed, lists)
+            return step.run(
+                query.given[0], places, return_lse=query.return_lse, seed=query.options.seed_word(),
+                lengths=batch.after, lists=lists, store=store,
+            )  # fmt: skip
         query, k, v = _anew(storage, query)
         packed = packed._replace(k=k, v=v)
     if packed.k is not None:

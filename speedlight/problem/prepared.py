@@ -142,6 +142,12 @@ def array_places(places: bytes) -> list[tuple[int, tuple[int, ...], tuple[int, .
     return [(words[0], words[1 : 1 + DIMS], words[1 + DIMS :]) for words in _PLACE.iter_unpack(places)]
 
 
+def place_of(x: Array) -> bytes:
+    """Returns where an array lies, as read() does."""
+    padding = (0,) * (DIMS - len(x.shape))
+    return _PLACE.pack(x.address, *x.shape, *padding, *x.strides, *padding)
+
+
 # --- running
 
 
@@ -158,7 +164,7 @@ class Prepared:
         the caller's own array is written to. staged: results go to new memory first, since a lookup may turn out to be
         out of range.
         """
-        self.call, self.put, self.staged = call, put, staged
+        self.call, self.put, self.staged = call if call is None or put is None else call.storing(put), put, staged
         self.reach = [_reach_of(x) for x in given]
         self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
         self.new = 0 if put is None else self.counts[0]  # tokens of each sequence of a cache
@@ -193,8 +199,12 @@ class Prepared:
         layout = self.call.result_layout
         out, out_at = fresh(q, layout.shape, alike=layout.alike, strides=layout.strides)
         lse, lse_at = fresh(q, layout.lse_shape, logarithms=True) if return_lse else (None, 0)
-        self.call.run_again(places, out_at, lse_at, seed, lengths, lists, store, self.put, arrays)
+        self.call.run_again(places, out_at, lse_at, seed, lengths, lists, store, arrays)
         return (out, lse) if return_lse else out
+
+    def store(self, places: bytes, before: list[int], store: tuple[int, int], lists: list[int] | None = None) -> None:
+        """Stores new tokens of a cache or pool without attending; places: of k and v. before: tokens of each sequence."""
+        self.put.start((*addresses_in(places), *store), before, lists)
 
     def run_into(
         self, out: Any, q: Any, places: bytes, at: int, *, return_lse: bool, seed: int, arrays: Sequence[Any],
@@ -215,7 +225,7 @@ class Prepared:
             count_write(out)
         layout = self.call.result_layout
         lse, lse_at = fresh(q, layout.lse_shape, logarithms=True) if return_lse else (None, 0)
-        self.call.run_again(places, at, lse_at, seed, lengths, lists, (0, 0), None, arrays)
+        self.call.run_again(places, at, lse_at, seed, lengths, lists, (0, 0), arrays)
         return (out, lse) if return_lse else out
 
     def _is_apart(self, out: Any, at: list[int]) -> bool:

@@ -14,8 +14,8 @@ from ..autograd.graphs import in_graph
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by
 from ..host.insides import TORCH
-from ..problem.options import AllOptions, public
-from ..problem.problem import Options
+from ..problem.options import AllOptions, Options
+from ..problem.signatures import public
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import flash_sdp_enabled
 from torch.nn import functional
 
 from .. import ArgumentError
 from ..adapting import check_flag
-from ..front import replay
+from ..autograd.attending import is_plain
 from ..host.insides import TORCH
-from ..problem.problem import brief_options
+from ..problem.options import Options
 from . import fast_path, flash_kernels
-from .attending import attend_again
-from .dot_product import contiguous, only_pytorch_takes, scaled_dot_product_attention
-from .kernel_choice import takes_formula
+from .attending import attend
+from .dot_product import as_pytorch, only_pytorch_takes, scaled_dot_product_attention
 from .routing import (
     SDPA,
     Report,

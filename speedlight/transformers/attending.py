@@ -10,10 +10,9 @@ from transformers.cache_utils import Cache as ModelCache
 
 from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
 from ..adapting import Renamed, draw_seed, shown
-from ..front import replay
 from ..host.insides import TORCH, as_left_alone
 from ..host.insides import TRANSFORMERS as INSIDES
-from ..torch.attending import attend_again, attention
+from ..torch.attending import attend, attention
 from .caches import Kept
 from .masks import MaskSpec, softcap_score
 from .options import TRANSFORMERS
@@ -110,11 +109,9 @@ def attention_forward(
                 if attention_mask.k_len < keys:
                     key, value = key[:, :, : attention_mask.k_len], value[:, :, : attention_mask.k_len]
                 if record is not None:
-                    out = replay(None, query, key, value, record)
-                    if out is None:
-                        out = attend_again(None, query, key, value, record)
-                    if out is not None:
-                        return out.transpose(1, 2).contiguous(), None
+                    with TRANSFORMERS.renamed:
+                        out = attend(query, key, value, record)
+                    return out.transpose(1, 2).contiguous(), None
     elif attention_mask is None:
         _check_masked(module)
     options: dict[str, Any] = {"scale": scaling}

@@ -1,4 +1,4 @@
-"""Steps: the calls that a cache or pool keeps prepared."""
+"""Steps: the prepared calls of caches and pools whose memory has one layout."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ...host.memo import Memo
-from ...problem.prepared import Prepared, key_of
-from ...problem.problem import Options
-from ..runtime.workers import get_threads
-
-_prepared: Memo[Any] = Memo(512, 64 << 20)  # by the form of a cache or pool, key_of() and the number of threads
+from ...problem.options import Options
+from ...problem.prepared import CallKey, Prepared, prepared_calls
+from ..runtime.repeating import functions
+from ..runtime.workers import machine
 
 
 class Steps:
-    """Calls of caches and pools of one form, which say of those what a prepared call depends on: all but addresses."""
+    """Prepared calls of the caches and pools of one memory layout, which one object stands for in a CallKey."""
 
-    def __init__(self, *form: Any) -> None:
-        self.form = form
-        self.replays: Any = None  # of machine code, once that may know some
+    def __init__(self, *layout: Any) -> None:
+        self.layout = layout
 
     @staticmethod
     @functools.lru_cache(64)
-    def of(*form: Any) -> Steps:
-        """Returns the one of a form: which it is, machine code tells by its address."""
-        return Steps(*form)
+    def of(*layout: Any) -> Steps:
+        """Returns the one of a memory layout."""
+        return Steps(*layout)
 
-    def find(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, list[int]] | None:
-        """Returns a step that was checked with arrays like these, where each sequence has as many new tokens and
-        queries as by default, and the addresses of q, or of q, k and v, or of k and v; None for any other.
+    def find(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
+        """Returns a step that was checked with arrays like these, and where they lie; None if there is none.
+
+        The arrays are q, or q, k and v, or k and v; each sequence has as many new tokens and queries as by default.
         """
-        key = key_of(tensors, options, (sequences, get_threads(), self.form))
-        step = None if key is None else _prepared.get(key)
-        if step is None:
+        of_options = options.key()
+        read = None if of_options is None else functions().read(0, *tensors)
+        if read is None:
             return None
-        addresses = step.addresses(tensors)
-        return None if addresses is None else (step, addresses)
+        step = prepared_calls.get(CallKey("step", of_options, read[0], machine(), (self, sequences)))
+        return None if step is None else (step, read[1])
 
     def keep(self, step: Prepared, given: tuple[Any, ...], options: Options) -> None:
         """Keeps a step that was checked with the caller's arrays."""
-        key = key_of(given, options, (len(step.counts), get_threads(), self.form))
-        if key is not None:
-            _prepared.put(key, step, step.size)
+        of_options = options.key()
+        read = None if of_options is None else functions().read(0, *given)
+        if read is not None:
+            key = CallKey("step", of_options, read[0], machine(), (self, len(step.counts)))
+            prepared_calls.put(key, step, step.size)
 
     def made(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Returns what is kept under a key, made now if it is not there."""
-        return _prepared.made((*key, get_threads(), self.form), make)
+        return prepared_calls.made(CallKey("storage", key, None, machine(), self), make)

@@ -19,8 +19,9 @@ from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
 from ...problem.operands import Dense, Rows
+from ...problem.options import Options
 from ...problem.prepared import Prepared
-from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
+from ...problem.problem import SPAN, TILE, Problem, spans_of
 from ...problem.results import Results
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import Ring
@@ -56,7 +57,7 @@ def _remember_put(
     has them.
     """
     if any(counts):
-        self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts)), given, options)
+        self.steps.keep(Prepared(None, self._put_of(k, v, counts)), given, options)
 
 
 def _put_of(
@@ -215,8 +216,8 @@ class CacheStorage:
         """Prepares a piece's call: the problem is checked, nothing is written."""
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
-        stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
-        return self._prepare(from_stored(q, stored, options._replace(q_lengths=piece.counts)), q, out_strides)
+        stored = self.shape.stored(piece.after, hiding=self.ring.mask(bool(options.causal)))
+        return self._prepare(from_stored(q, stored, replace(options, q_lengths=piece.counts)), q, out_strides)
 
     def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
         """Runs what prepare() returned; the results are those of the whole chunk."""
@@ -235,7 +236,7 @@ class CacheStorage:
         of_k, of_v = (replace(describe(x, name), kind=q.kind) for x, name in ((k, "k"), (v, "v")))
 
         def make() -> Call:
-            stored = self.shape.stored([k.shape[2]] * self.batch, hiding=self.ring.mask(options.causal))
+            stored = self.shape.stored([k.shape[2]] * self.batch, hiding=self.ring.mask(bool(options.causal)))
             rows, keys = Rows("bhld", q, results.out.strides), Dense("bhld", of_k, of_v)
             return prepare(from_stored(q, stored, options), rows, keys, get_threads(), self.isa)
 
@@ -245,8 +246,8 @@ class CacheStorage:
 
     def checked_step(
         self, lengths: list[int], tensors: tuple[Any, ...], options: Options
-    ) -> tuple[Prepared, list[int]] | None:
-        """A step of a form that was checked before, for any lengths of these spans, and the addresses of its arrays."""
+    ) -> tuple[Prepared, bytes] | None:
+        """Returns a step that was checked before, for any lengths of these spans, and where its arrays lie."""
         found = self.steps.find(self.batch, tensors, options)
         if found is None:
             return None
@@ -265,9 +266,9 @@ class CacheStorage:
 
         def make() -> Prepared:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
-            stored = self.shape.stored(longest, hiding=self.ring.mask(options.causal), shortest=shortest)
+            stored = self.shape.stored(longest, hiding=self.ring.mask(bool(options.causal)), shortest=shortest)
             call = self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
-            return Prepared((q,), call)
+            return Prepared(call)
 
         # it depends on no length beyond the spans: items_for() puts lengths and rows in
         return self.steps.made(("step", q.shape, q.strides, q.dtype, known, most), make)
@@ -276,7 +277,7 @@ class CacheStorage:
         """Keeps a step that was checked with these arrays: q, or q, k and v."""
         if k is not None:
             put = self._put_of(k, v, step.counts, step.call.heads_alone)
-            step = Prepared((q, k, v), step.call, put)
+            step = Prepared(step.call, put)
         elif self.ring.size:  # what a window still has depends on lengths
             return
         self.steps.keep(step, given, options)
@@ -413,8 +414,7 @@ class PoolStorage:
         call, any_lengths = self._call_of(q, part, lists, options, strides)
         if any_lengths:
             put = None if k is None else self._put_of(k, v, batch.counts, call.heads_alone)
-            known = (q,) if k is None else (q, k, v)
-            self.steps.keep(Prepared(known, call, put), given, options)
+            self.steps.keep(Prepared(call, put), given, options)
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer
@@ -429,7 +429,7 @@ class PoolStorage:
     ) -> tuple[Call, bool]:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
         longest, known = max(part.lengths), options.key()
-        options = options._replace(q_lengths=part.counts)
+        options = replace(options, q_lengths=part.counts)
         if known is None or not longest:
             problem = from_stored(q, self.shape.stored(part.lengths, items=part.items), options)
             return self._prepare(problem, q, part, lists, out_strides), False

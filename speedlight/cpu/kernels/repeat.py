@@ -572,7 +572,7 @@ def _write_sequences(p: _Packer, places: Value, k_at: Value, v_at: Value) -> Val
     k = p.k
     lengths, lists = p.argument(7), p.argument(8)
     count = p.of_call("items_count") // len(ITEM)
-    new, stores = p.of_call("new"), p.of_call("put_count") > 0
+    stores = p.of_call("put_count") > 0
     fits = k.variable(k.zext(call_python(k, "PyList_Size", I64, lengths).equals(count), I64))
     has_lists = Value(k, k.b.icmp_unsigned("!=", lists.x, k.load(PTR, p.call, REPEAT.offset("none")).x))
     with k.when(has_lists):
@@ -590,7 +590,7 @@ def _write_sequences(p: _Packer, places: Value, k_at: Value, v_at: Value) -> Val
         k.store(length, item, 8 * ITEM.k_len)
         k.store(length - k.load(I64, item, 8 * ITEM.q_len), item, 8 * ITEM.start)
         with k.when(stores):
-            k.store(length - new, run, RUN.offset("slot"))
+            k.store(length - k.load(I64, run, RUN.offset("count")), run, RUN.offset("slot"))
         with k.when(has_lists):
             at = call_python(k, "PyLong_AsLongLong", I64, call_python(k, "PyList_GetItem", PTR, lists, i))
             k.store(at, item, 8 * ITEM.pages)

@@ -116,7 +116,7 @@ READER = Record(
 TEAM = Record("serve", "threads", "openmp", "clock")
 _PARTS = ("words", "items", "tables", "numbers", "put")  # copied from templates: where from, and how many words
 REPEAT = Record(
-    "none", "kernel", "tickets", "threads", "inline_below", "rows", "new", "counts", "partials",
+    "none", "kernel", "tickets", "threads", "inline_below", "rows", "counts", "partials",
     "put_kernel", "put_ticket", "put_tickets",
     "room",  # bytes of all parts
     *_PARTS, "arrived", "wrong", "scratch",  # bytes from the room's first to each part

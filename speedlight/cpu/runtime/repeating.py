@@ -16,7 +16,7 @@ from ...host.llvm import load
 from ...host.machine import host_arch, isa_named
 from ...problem.prepared import read_plainly
 from ..kernels.repeat import PYTHON, RepeatShape
-from ..memory.records import ITEM, READER, REPEAT, TABLED, WRONG
+from ..memory.records import READER, REPEAT, TABLED, WRONG
 from . import workers
 from .compile import lock, objects_of, symbol_of
 
@@ -36,6 +36,7 @@ class Functions:
     def __init__(self) -> None:
         self.read: Any = read_plainly
         self.run: Any = None  # where this Python has no such functions
+        self._has_torch = False
         self._block = (ctypes.c_int64 * len(READER.names))()
         self._held: list[Any] = [object()]
         self._set(
@@ -47,8 +48,10 @@ class Functions:
 
     def read_rest(self, rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
         """Reads what machine code leaves to Python; hands PyTorch's functions over once PyTorch is there."""
-        if "torch" in sys.modules and not self._block[READER.word("tensor")]:
+        if not self._has_torch and "torch" in sys.modules:
+            self._has_torch = True
             self._hand_over(sys.modules["torch"])
+            return self.read(rows, *arrays)
         return read_plainly(rows, *arrays)
 
     def _load(self) -> None:
@@ -198,7 +201,7 @@ def record_of(call: Call) -> Record | None:
         store = put.launch.kernel
         held.append(store)
         templates["put"] = put.launch.template
-        words |= {"put_tickets": put.launch.tickets, "new": put.counts[0]}
+        words["put_tickets"] = put.launch.tickets
         words["put_ticket" if put.within else "put_kernel"] = store.ticket if put.within else store.address
         store.records.add(call)
     sizes = {name: len(text) for name, text in templates.items()}
