@@ -167,25 +167,29 @@ def attention(
         k_lengths=k_lengths,
         precision=precision,
     )
-    if is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
+    if type(q) is not np.ndarray and is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
         with importing:
             from .autograd.attending import cast
 
         q, k, v = cast(q, k, v)
-    return _compute(q, k, v, options, return_lse, out, engine)
+    return compute(q, k, v, options, return_lse, out, engine)
 
 
-def _compute(
+def compute(
     q: Any, k: Any, v: Any, options: Options, return_lse: Any = False, out: Any = None, engine: Any = None
 ) -> Any:
-    """Repeats a call that was prepared; a new one goes to autograd, if that follows it, or to the engine."""
+    """attention() with its options in one, of tensors as they are under autocast, too: repeats a call that was prepared;
+    a new one goes to autograd, if that follows it, or to the engine.
+    """
     key = results = None
     if engine is None or not dense.runs_on_gpu(q, engine):
         key, results = dense.repeat(q, k, v, options, return_lse, out)
-    if results is None and key is None and out is None and is_tensor(q):
-        results = _repeat_followed(q, k, v, options, return_lse)
     if results is not None:
         return results
+    if key is None and out is None and is_tensor(q):
+        results = _repeat_followed(q, k, v, options, return_lse)
+        if results is not None:
+            return results
     on_gpu = dense.runs_on_gpu(q, engine)
     check_flag("return_lse", return_lse)
     options = options.spelled()
@@ -195,9 +199,6 @@ def _compute(
             return _differentiate(q, k, v, known, return_lse, out)
         options = known.options
     return dense.attend_anew(q, k, v, options, return_lse, out, key, on_gpu)
-
-
-compute = public()(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
 
 
 def _repeat_followed(q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:

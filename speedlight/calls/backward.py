@@ -16,6 +16,7 @@ from ..problem.biases import array_of, arrays_of, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, are_named, asked, resolved
 from ..problem.operands import Operands
+from ..problem.option_keys import key_of_repeated
 from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, Options, T, V, scores_of
 from ..problem.prepared import CallKey, array_places, prepared_calls
 from ..problem.results import empty_like, fresh, like_input
@@ -127,7 +128,7 @@ def repeat(tensors: tuple[Any, ...], grads: Any, options: Options) -> tuple[Any,
     """
     given = tensors[:6] if tensors[6] is None else tensors
     wanted, options = _named_gradients(options, grads), _with_arrays(options)
-    of_options, _ = options.repeated()
+    of_options, _ = options.keyed(key_of_repeated)
     if of_options is None or wanted is None:
         return None, None
     cpu, arrays = engines.cpu(), options.arrays()

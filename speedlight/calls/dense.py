@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..errors import Error
 from ..errors.advice import warn_if_swapped
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
+from ..problem.option_keys import key_of_repeated
 from ..problem.options import Options
 from ..problem.prepared import CallKey, Prepared, addresses_in, is_growing, prepared_calls
 from ..problem.problem import LAYOUTS, SPAN, spans_of
@@ -38,24 +40,38 @@ def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any 
 
 def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None) -> tuple[Any, Any]:
     """Repeats a call if it was prepared before; returns its key, and its results: each may be None."""
-    of_options, rows = options.repeated()
+    of_options, rows = options.keyed(key_of_repeated)
     if of_options is None or type(return_lse) is not bool:
         return None, None
-    cpu, arrays, into = engines.cpu(), options.arrays(), None
+    cpu = engines.cpu()
+    arrays = () if options.mask is options.score is None else options.arrays()
     read = cpu.read(rows if out is None else 0, q, k, v, *arrays)
-    if out is not None:
-        into = cpu.read(0, out)
-    if read is None or (out is not None and into is None):
+    if read is None:
         return None, None
     layout, places = read
-    key = CallKey("attention", of_options, layout, cpu.machine(), into and into[0])
+    seed = options.seed if options.dropout else 0
+    if out is not None:
+        return _repeat_into(out, q, layout, places, of_options, return_lse, seed, arrays)
+    key = CallKey("attention", of_options, layout, cpu.machine())
     prepared = prepared_calls.get(key)
     if prepared is None:
         return key, None
-    seed = options.seed_word()
-    if into is None:
-        return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays)
-    at = addresses_in(into[1])[0]
+    return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays)
+
+
+def _repeat_into(
+    out: Any, q: Any, layout: Any, places: bytes, of_options: Any, return_lse: bool, seed: int, arrays: Sequence[Any]
+) -> tuple[Any, Any]:
+    """repeat(), with the result in the caller's own array."""
+    cpu = engines.cpu()
+    read = cpu.read(0, out)
+    if read is None:
+        return None, None
+    key = CallKey("attention", of_options, layout, cpu.machine(), read[0])
+    prepared = prepared_calls.get(key)
+    if prepared is None:
+        return key, None
+    at = addresses_in(read[1])[0]
     return key, prepared.run_into(out, q, places, at, return_lse=return_lse, seed=seed, arrays=arrays)
 
 

@@ -111,9 +111,8 @@ def _repeat(
     """Repeats a call if it was prepared before, over any tables, and lengths of as many spans; returns its key and its
     results: each may be None.
     """
-    of_options, _ = options.repeated()
-    cpu = engines.cpu()
-    if of_options is None or options.arrays():
+    of_options, cpu = options.key(), engines.cpu()
+    if of_options is None:
         return None, None
     read, into = cpu.read(0, q, k_pages, v_pages), None if out is None else cpu.read(0, out)
     if read is None or (out is not None and into is None):

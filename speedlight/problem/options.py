@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, MaskFunction, ScoreFunction
-from .option_keys import fits_any_keys, key_of_repeated, key_of_traced, key_of_values
+from .option_keys import fits_any_keys, key_of_traced, key_of_values
 from .problem import LAYOUTS
 from .signatures import refuse_unknown
 
@@ -238,14 +238,20 @@ class Options:
             return [] if mask is None or type(mask) is Expression else [mask]
         return [x for x in (mask, *scores_of(score)) if not (x is None or isinstance(x, Expression))]
 
-    def key(self, key_of_mask: Callable[[Any], Any] = key_of_traced) -> tuple[Any, ...] | None:
-        """Returns a memo key, equal for options that mean the same to the bit; None for a type that may change.
+    def key(self) -> tuple[Any, ...] | None:
+        """Returns keyed()'s memo key, where masks and scores are expressions; None for arrays."""
+        return self.keyed(key_of_traced)[0]
 
-        Types and bits count: 0.0 is not -0.0, True is not 1. Lists count by the values that they hold now. The seed is
-        left out, since it is an argument of every run.
+    def keyed(self, key_of_mask: Callable[[Any], Any]) -> tuple[tuple[Any, ...] | None, int]:
+        """Returns a memo key, equal for options that mean the same to the bit, and `rows` as read_plainly() has it.
+
+        The key is None for a type that may change. Types and bits count: 0.0 is not -0.0, True is not 1. Lists count by
+        the values that they hold now. The seed is left out, since it is an argument of every run. rows is 0 for a call
+        that is not kept for any number of keys.
 
         Args:
-            key_of_mask: returns the key of a mask or score: option_keys.key_of_mask() where arrays may be part of it.
+            key_of_mask: returns the key of a mask or score: key_of_traced(), or key_of_repeated() where arrays are read
+                apart.
         """
         scale, dropout, causal, q_start, k_start = self.scale, self.dropout, self.causal, self.q_start, self.k_start
         layout, precision = self.layout, self.precision
@@ -258,44 +264,39 @@ class Options:
             and type(precision) is str
             and type(dropout) in _NUMBER
         ):
-            return None
-        mask, score = self.mask, self.score
+            return None, 0
+        mask: Any = self.mask
+        score: Any = self.score
         if not mask is score is None:
             mask, score = key_of_mask(mask), key_of_mask(score)
             if mask is ... or score is ...:
-                return None
+                return None, 0
         exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
         key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
         if dropout:
             if not (0 < dropout <= 1 and type(self.seed) is int and 0 <= self.seed < MOST_SEEDS):
-                return None
+                return None, 0
             key += (float(dropout),)
+        rows = _ROWS.get(layout, 0) if q_start is None and not k_start and type(causal) is bool else 0
         window, sinks = self.window, self.sink_logits
+        if not mask is score is None:
+            rows = self._rows_of_masks(rows)
         cu_q, cu_k, q_lengths, k_lengths = self.cu_seqlens_q, self.cu_seqlens_k, self.q_lengths, self.k_lengths
         if window is sinks is cu_q is cu_k is q_lengths is k_lengths is None:
-            return key
+            return key, rows
         values = tuple(map(key_of_values, (window, sinks, cu_q, cu_k, q_lengths, k_lengths)))
-        return None if ... in values else key + values
+        if ... in values:
+            return None, 0
+        return key + values, rows if cu_q is cu_k is q_lengths is k_lengths is None else 0
 
-    def repeated(self) -> tuple[tuple[Any, ...] | None, int]:
-        """Returns the memo key of a call whose arrays are read apart, and `rows` as read_plainly() has it.
-
-        The key is None for a type that may change. rows is 0 for a call that is not kept for any number of keys.
-        """
-        key = self.key(key_of_repeated)
-        axis = _ROWS.get(self.layout, 0) if key is not None else 0
-        if not axis or self.k_start or self.q_start is not None or type(self.causal) is not bool:
-            return key, 0
-        if not self.q_lengths is self.k_lengths is self.cu_seqlens_q is self.cu_seqlens_k is None:
-            return key, 0
-        if self.mask is self.score is None:
-            return key, axis
+    def _rows_of_masks(self, rows: int) -> int:
+        """Returns `rows` of a call with a mask or score: 0 where a table has an entry for each key."""
         added = [self.mask, *scores_of(self.score)]
-        if not fits_any_keys(added):
-            return key, 0
+        if not rows or not fits_any_keys(added):
+            return 0
         # a row for each query: then the first row's position is told from other numbers
         has_rows = self.window is None and Expression not in map(type, added)
-        return key, axis + 4 * has_rows
+        return rows + 4 * has_rows
 
     def is_fixed(self) -> bool:
         """Returns whether every option but mask and score is of a type that never changes."""

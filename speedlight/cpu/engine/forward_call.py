@@ -30,8 +30,9 @@ from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, NUMBERS, STATE
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Place, Words, threads_for
-from ..runtime.repeating import record_of
+from ..runtime.repeating import NOT_REPEATED, record_of
 from ..runtime.tuned import tuning_of
+from ..runtime.workers import team_address
 from .schedule import Schedule, product_name, schedule, token_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class Call:
         self.put: AppendCall | None = None  # what stores new tokens of a cache first
         self.rows = 0  # the dimension of q's rows, where it runs for any number of keys
         self.places: tuple[Place, ...] = ()  # of the arrays in mask and score
-        self._record: Any = None  # for machine code, once it runs again; False: that cannot run it
+        self.record: Any = None  # for machine code, once it runs again
 
     @property
     def size(self) -> int:
@@ -156,12 +157,12 @@ class Call:
     def storing(self, put: AppendCall | None) -> Call:
         """Returns the call with what stores new tokens first."""
         new = copy.copy(self)
-        new.put, new._record = put, None
+        new.put, new.record = put, None
         return new
 
     def forget_record(self) -> None:
         """Forgets what machine code runs: the kernel is unloaded, and loaded anew where it is run again."""
-        self._record = None
+        self.record = None
 
     @property
     def heads_alone(self) -> int:
@@ -204,16 +205,16 @@ class Call:
         self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
         store: tuple[int, int], arrays: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Runs for arrays at other places (problem/prepared.py), in machine code where it can; out and lse: addresses.
+        """Runs for arrays at other places (problem/prepared.py); out and lse: addresses. Machine code has not done it.
 
         store: addresses of a cache's keys and values, or zeros.
         """
-        if self._record is None:
-            self._record = record_of(self) or False
-        if self._record:
-            k, v = store
-            done = self._record.run(places, k, v, out, lse, seed, lengths, lists)
-            if done:
+        if self.record is None:
+            self.record = record_of(self) or NOT_REPEATED
+        record = self.record
+        if record.threads > 1:
+            team = team_address(record.threads)
+            if team and record.run(record.address, places, *store, None, out, lse, seed, lengths, lists, team):
                 return
         self._run_plainly(places, out, lse, seed, lengths, lists, store, arrays)
 

@@ -52,6 +52,7 @@ _DLTENSOR = 48  # bytes: data, device, ndim, dtype, shape, strides, byte_offset
 _BUFFER = 80  # bytes of CPython's Py_buffer: buf, obj, len, itemsize, readonly, ndim, format, shape, strides …
 _BUFFER_FLAGS = 0x1C  # PyBUF_RECORDS_RO: strides and a format, written to or not
 _NUMPY = 1 << 32  # marks the letter of a format, where a tensor has DLPack's dtype
+_CALL_OUT = 3  # of the words that are new for each call, the result's address
 _OF_NUMPY, _TENSOR = 1, 2  # what an array is
 _LINE = 64  # bytes of a cache line
 _EQUAL = 2  # CPython's Py_EQ
@@ -309,10 +310,8 @@ class _Arrays:
         self.require(_is_answer(k, self.ask("is_neg", given), self.known("false")).differs(0))
         # before the exchange API, which would give a copy-on-write tensor memory of its own
         self.require(_is_answer(k, self.ask("is_copy_on_write", given), self.known("false")).differs(0))
-        found = k.buffer(I64, _DLTENSOR // 8)
-        kind = ir.FunctionType(I32, [PTR, PTR]).as_pointer()
-        exchange = k.b.inttoptr(k.load(I64, self.held, READER.offset("exchange")).x, kind)
-        self.require(Value(k, k.b.call(exchange, [given.x, found.x])).equals(0))
+        found, failed = _write_exchange(k, self.held, given)
+        self.require(failed.equals(0))
         address, device, dims = k.load(I64, found), k.load(I32, found, 8), k.zext(k.load(I32, found, 16), I64)
         dtype, steps = k.zext(k.load(I32, found, 20), I64), k.load(PTR, found, 32)
         self.require(device.equals(_CPU) & address.differs(0) & _is_null(k, steps).equals(0))
@@ -390,11 +389,13 @@ def _growth_function(module: Module) -> Any:
 
 
 def _write_run(module: Module, symbol: str) -> None:
-    """run(call, places, k, v, out, lse, seed, lengths, lists, team): True, or False for an index out of range.
+    """run(call, places, k, v, like, out, lse, seed, lengths, lists, team): the result, or False: an index out of range.
 
     call: address of a REPEAT. places: the second part of read(). k, v: addresses of a cache's keys and values; 0: of
-    `places`. lengths: of keys of each sequence, with the new tokens, and lists: addresses of their pages' numbers; or
-    None. team: address of a TEAM, or 0: then None is returned, and nothing done, where several threads are to run.
+    `places`. like: a tensor whose empty_like() is the result; or None: that lies at `out`, and is told as True.
+    lengths: of keys of each sequence, with the new tokens, and lists: addresses of their pages' numbers; or None.
+    team: address of a TEAM, or 0. None is returned, and nothing done, where this is not to be done here: where several
+    threads are to run and team is 0, where sequences are others, where empty_like() makes no plain tensor.
     """
     pack = _pack_function(module)
     method = _Method(module, symbol)
@@ -409,18 +410,58 @@ def _write_run(module: Module, symbol: str) -> None:
         k.b.ret(method.call("PyErr_NoMemory", PTR).x)
     first = k.pointer((Value(k, k.b.ptrtoint(room.x, I64)) + (_LINE - 1)) & -_LINE)
     threads = k.call(pack, call, k.p["arguments"], first)
-    team = method.call("PyLong_AsVoidPtr", PTR, method.argument(9))
+    team = method.call("PyLong_AsVoidPtr", PTR, method.argument(10))
     with k.when(threads.equals(0) | ((threads > 1) & _is_null(k, team))):
         method.call("PyMem_RawFree", VOID, room)
         k.b.ret(method.none().x)
+    like, none = method.argument(4), k.load(PTR, method.held, READER.offset("none"))
+    made = k.variable(k.i64(0))
+    with k.when(_is_same(k, like, none).equals(0)):
+        found, at = _write_result(method, like)
+        made.set(Value(k, k.b.ptrtoint(found.x, I64)))
+        with k.when(at.equals(0)):
+            method.call("PyMem_RawFree", VOID, room)
+            with k.when(made.get().equals(0)):  # what Python raised
+                k.b.ret(method.null().x)
+            method.call("Py_DecRef", VOID, found)
+            k.b.ret(method.none().x)
+        k.store(at, first, of_call("words") + 8 * (CALL.start + _CALL_OUT))
     _write_region(method, call, first, threads, team)
     wrong = k.variable(k.i64(0))
     with k.range(0, of_call("wrong_count")) as i:
         noted = k.at(first, of_call("wrong") + i * WRONG.bytes)
         wrong.set(wrong.get() | k.load(I64, noted, WRONG.offset("noted")))
     method.call("PyMem_RawFree", VOID, room)
-    is_right = k.zext(wrong.get().equals(0), I64)
-    k.b.ret(method.call("PyBool_FromLong", PTR, is_right).x)
+    result = k.pointer(made.get())
+    has_result = made.get().differs(0)
+    with k.when(has_result & wrong.get().equals(0)):
+        k.b.ret(result.x)
+    with k.when(has_result):
+        method.call("Py_DecRef", VOID, result)
+    k.b.ret(method.call("PyBool_FromLong", PTR, k.zext(wrong.get().equals(0), I64)).x)
+
+
+def _write_result(method: _Method, like: Value) -> tuple[Value, Value]:
+    """Makes a tensor like another; returns it, and its address: 0 if it is no plain tensor, or Python raised."""
+    k = method.k
+    made = method.call("PyObject_CallOneArg", PTR, k.load(PTR, method.held, READER.offset("empty_like")), like)
+    address = k.variable(k.i64(0))
+    with k.when(_is_null(k, made).equals(0)):
+        kind = method.call("PyObject_Type", PTR, made)
+        method.call("Py_DecRef", VOID, kind)
+        with k.when(_is_same(k, kind, k.load(PTR, method.held, READER.offset("tensor")))):
+            found = _write_exchange(k, method.held, made)
+            with k.when(found[1].equals(0)):
+                address.set(k.load(I64, found[0]))
+    return made, address.get()
+
+
+def _write_exchange(k: Function, held: Value, tensor: Value) -> tuple[Value, Value]:
+    """Has the exchange API describe a tensor; returns the DLTensor, and 0 if there is one."""
+    found = k.buffer(I64, _DLTENSOR // 8)
+    kind = ir.FunctionType(I32, [PTR, PTR]).as_pointer()
+    exchange = k.b.inttoptr(k.load(I64, held, READER.offset("exchange")).x, kind)
+    return found, Value(k, k.b.call(exchange, [tensor.x, found.x]))
 
 
 def _write_region(method: _Method, call: Value, room: Value, threads: Value, team: Value) -> None:
@@ -510,7 +551,7 @@ def _pack_function(module: Module) -> Any:
     k_at, v_at = k.variable(p.integer(2)), k.variable(p.integer(3))
     grows = p.of_call("rows").differs(0)
     items = k.variable(p.of_call("items_from"))
-    has_lengths = Value(k, k.b.icmp_unsigned("!=", p.argument(7).x, k.load(PTR, p.call, REPEAT.offset("none")).x))
+    has_lengths = Value(k, k.b.icmp_unsigned("!=", p.argument(8).x, k.load(PTR, p.call, REPEAT.offset("none")).x))
     fits = k.variable(k.i64(1))
     with k.when(grows | has_lengths):
         items.set(p.address(p.part("items")))
@@ -529,9 +570,9 @@ def _pack_function(module: Module) -> Any:
     p.put_words(slice(SCRATCH, None), scratch)
     p.put_words(slice(LIMIT, None), p.of_call("tickets"))
     p.put_words(
-        CALL, place(0, "address"), k_at.get(), v_at.get(), p.integer(4), p.integer(5), p.of_call("counts"),
+        CALL, place(0, "address"), k_at.get(), v_at.get(), p.integer(5), p.integer(6), p.of_call("counts"),
         items.get(), scratch + p.of_call("partials"), arrived, wrong,
-        call_python(k, "PyLong_AsUnsignedLongLong", I64, p.argument(6)),
+        call_python(k, "PyLong_AsUnsignedLongLong", I64, p.argument(7)),
     )  # fmt: skip
     total = k.variable(k.i64(0))
     with k.when(grows | has_lengths):
@@ -570,7 +611,7 @@ def _write_growth(p: _Packer, place: Any) -> None:
 def _write_sequences(p: _Packer, places: Value, k_at: Value, v_at: Value) -> Value:
     """Writes the length of each sequence of a cache or pool, and where its pages are; 0 if there are others."""
     k = p.k
-    lengths, lists = p.argument(7), p.argument(8)
+    lengths, lists = p.argument(8), p.argument(9)
     count = p.of_call("items_count") // len(ITEM)
     stores = p.of_call("put_count") > 0
     fits = k.variable(k.zext(call_python(k, "PyList_Size", I64, lengths).equals(count), I64))

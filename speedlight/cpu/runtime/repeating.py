@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,6 +95,7 @@ class Functions:
             untyped_storage=torch.Tensor.untyped_storage,
             nbytes=torch.UntypedStorage.nbytes,
             storage_offset=torch.Tensor.storage_offset,
+            empty_like=torch.empty_like,
         )
         self._set(tensor=torch.Tensor)  # last: from now on tensors are read
 
@@ -145,27 +145,32 @@ def _exchange_function(api: Any) -> int:
 
 
 class Record:
-    """A prepared call as `run` reads it, and what must live as long."""
+    """A prepared call as machine code runs it, and what must live as long.
 
-    __slots__ = ("_address", "_held", "_run", "_threads")
+    run(address, …) is kernels/repeat.py's: it returns None where it does not take the call.
+    """
+
+    __slots__ = ("_held", "address", "run", "threads")
 
     def __init__(self, words: dict[str, int], held: list[Any]) -> None:
         record = (ctypes.c_int64 * len(REPEAT.names))()
         for name, value in words.items():
             record[REPEAT.word(name)] = value
-        self._address, self._held = ctypes.addressof(record), [*held, record]
-        self._run, self._threads = functions().run, words["threads"]
+        self.address, self._held = ctypes.addressof(record), [*held, record]
+        self.run, self.threads = functions().run, words["threads"]
 
-    def run(
-        self, places: bytes, k: int, v: int, out: int, lse: int, seed: int, lengths: Sequence[int] | None,
-        lists: Sequence[int] | None,
-    ) -> bool | None:  # fmt: skip
-        """Runs the call; None if it does not fit, False if an index was out of range."""
-        done = self._run(self._address, places, k, v, out, lse, seed, lengths, lists, 0)
-        if done is None and self._threads > 1:
-            team = workers.team_address(self._threads)
-            done = self._run(self._address, places, k, v, out, lse, seed, lengths, lists, team)
-        return done
+
+def _never(*_call: Any) -> None:
+    """Takes no call."""
+
+
+class _NotRepeated:
+    """Stands for the record of a call that machine code does not run."""
+
+    address, threads, run = 0, 1, staticmethod(_never)
+
+
+NOT_REPEATED = _NotRepeated()
 
 
 def record_of(call: Call) -> Record | None:
