@@ -36,7 +36,7 @@ from .errors.advice import of_no_tensor, of_scale
 from .expressions.tables import table
 from .expressions.tracing import Expression, expression
 from .problem.checks import check_flag, check_index, integer, number, scale_of
-from .problem.options import public
+from .problem.signatures import public
 
 __all__ = [
     "DTYPES",

@@ -13,9 +13,9 @@ from .host.forks import importing
 from .host.machine import interpreting
 from .problem.checks import device_name
 from .problem.operands import Dense, PagedKeys, PageTables, Rows, Strides
-from .problem.options import public
 from .problem.problem import Problem
 from .problem.results import Results
+from .problem.signatures import public
 
 if TYPE_CHECKING:
     from .problem.plan import Plan

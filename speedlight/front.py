@@ -23,14 +23,16 @@ from .problem.options import (
     Ints,
     Layout,
     Mask,
+    Options,
     Precision,
     Scores,
     Sinks,
     T,
     Window,
-    public,
+    new_options,
+    padded_alike,
 )
-from .problem.problem import Options, new_options, padded_alike
+from .problem.signatures import public
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -147,10 +149,24 @@ def attention(
     """
     if lengths is not None:
         q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-    options = new_options(Options, (
-        mask, score, sink_logits, scale, dropout, seed, causal, window, q_start, layout, cu_seqlens_q, q_lengths,
-        k_start, cu_seqlens_k, k_lengths, precision,
-    ))  # fmt: skip  # in the order of the list
+    options = new_options(
+        mask=mask,
+        score=score,
+        sink_logits=sink_logits,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        causal=causal,
+        window=window,
+        q_start=q_start,
+        layout=layout,
+        cu_seqlens_q=cu_seqlens_q,
+        q_lengths=q_lengths,
+        k_start=k_start,
+        cu_seqlens_k=cu_seqlens_k,
+        k_lengths=k_lengths,
+        precision=precision,
+    )
     if is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
         with importing:
             from .autograd.attending import cast

@@ -42,7 +42,7 @@ from speedlight.gpu.uploads import uploads_of
 from speedlight.problem.build import Stored, from_arrays, from_stored
 from speedlight.problem.gradients import Asked
 from speedlight.problem.operands import Operands
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 from speedlight.problem.tokens import TokenShape
 
 # capability: most shared memory of a block

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from ..host.insides import TORCH
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
 from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled, state_of
-from ..problem.problem import Options, new_options
+from ..problem.options import OPTION_NAMES, Options
 from . import higher_order as further
 from . import operators as ops
 from .forms import tensors_of, text_of
@@ -28,6 +30,7 @@ from .transforms import Transformed, TransformedBackward, is_batched, of_each
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OR_NONE = frozenset((type(None), *_PLAIN))
 _FIXED = frozenset((type(None), bool, int, float, str))  # types of options that stay what they are
+_other_options = operator.attrgetter(*[x for x in OPTION_NAMES if x not in ("mask", "score")])
 
 
 def cast(*tensors: Any) -> Any:
@@ -75,11 +78,13 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
 
 
 def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, return_lse: bool) -> Any:
-    """Repeats a call of plain tensors that was prepared, of which q, k, v or what is added to scores requires grad, and
-    no option can change; None of another. Nothing is traced, read or described.
+    """Repeats a prepared call whose inputs require grad; returns None if no such call was prepared.
+
+    All tensors are plain, and no option can change. Nothing is traced, read or described.
     """
-    mask, score = options.mask, options.score
-    if not (_OR_NONE.issuperset((type(mask), type(score))) and _FIXED.issuperset(map(type, options[2:]))):
+    mask: Any = options.mask
+    score: Any = options.score
+    if not (_OR_NONE.issuperset((type(mask), type(score))) and _FIXED.issuperset(map(type, _other_options(options)))):
         return None
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.dtype is k.dtype is v.dtype):
         return None
@@ -93,7 +98,7 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
     if bias:
         if score._base is not None and score.grad_fn is None:  # whose gradient may be lost
             return None
-        options = new_options(Options, (mask, score.detach(), *options[2:]))
+        options = replace(options, score=score.detach())
         tables = (options.score,)
     a, b, c = (x if type(x) is torch.Tensor else x.detach() for x in (q, k, v))
     try:  # a signal may come right after a call
@@ -110,8 +115,9 @@ def attended_again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
 
 def attend_as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
     """The call as PyTorch's machinery has it; forward mode passes operations by, and takes another way."""
-    form, tables, sinks, seed = text_of(options), tensors_of(options), options.sink_logits, options.seed
-    sinks = _tensor_of(sinks)
+    form, tables = text_of(options), tensors_of(options)
+    sinks = _tensor_of(options.sink_logits)
+    seed: Any = options.seed
     if is_tensor(seed):  # of a trace, which has no number yet
         tables, seed = [*tables, seed], None
     elif options.dropout:
@@ -200,7 +206,7 @@ def _gradients_of(known: Followed, tensors: tuple[Any, ...], wanted: list[Any]) 
         return results
     tables = [x if type(x) is Table else Table(x, "score", copy=False) for x in tables]
     if tables and is_tensor(options.score):
-        options = options._replace(score=tables[0])
+        options = replace(options, score=tables[0])
     q, k, v, out, lse, d_out, d_lse = tensors
     grads = tuple([x if x is SINKS else tables[x] for x in wanted])
     return gradients_of(q, k, v, out, lse, d_out, d_lse, grads, options)
@@ -220,7 +226,9 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
             tables[slot] = sources[n]
     sinks = _tensor_of(known.options.sink_logits) if sinks is None else sinks
     wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
-    form, seed = text_of(known.options), ops.signed(known.options.seed)
+    form = text_of(known.options)
+    given_seed: Any = known.options.seed
+    seed = ops.signed(given_seed)
     if TORCH.peek_interpreter_stack() is None:
         dq, dk, dv, *more = ops.attention_backward_op(q, k, v, out, lse, *flows, sinks, tables, form, seed, wanted)
     else:
@@ -241,4 +249,5 @@ def _read_arrays(options: Options) -> Options:
     score = options.score
     if score is None:
         return options
-    return options._replace(score=[array_of(x) for x in score] if isinstance(score, (list, tuple)) else array_of(score))
+    arrays = [array_of(x) for x in score] if isinstance(score, (list, tuple)) else array_of(score)
+    return replace(options, score=arrays)

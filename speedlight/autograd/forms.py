@@ -25,8 +25,7 @@ from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import SYMBOLS, Node, order
 from ..host.memo import Memo
-from ..problem.options import MOST_SEEDS
-from ..problem.problem import Options, scores_of
+from ..problem.options import MOST_SEEDS, Options, scores_of
 
 _LISTS = ("window", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
 ARRAY = ...  # in place of an array: one that is added to scores, or hides, or of numbers that a graph does not know

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,7 @@ from ..expressions.tracing import Expression, expression
 from ..host.graph_breaks import constant, outside
 from ..host.insides import TORCH
 from ..problem.gradients import check_attached
-from ..problem.options import DEFAULTS
-from ..problem.problem import Options, scores_of
+from ..problem.options import DEFAULTS, OPTION_NAMES, Options, scores_of
 from . import operators as ops
 from .forms import ARRAY, text_of
 
@@ -48,7 +48,7 @@ class _Seen:
 def in_graph(call: Callable[..., Any], q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) -> Any:
     """Runs attention() as Dynamo sees it, with the options that it was given; `call`: it, for what is no operation."""
     given, seen = _fill_defaults(options), _Seen()
-    for name in Options._fields:  # in the order in which text has what is beside it
+    for name in OPTION_NAMES:  # in the order in which text has what is beside it
         x = given[name]
         if name in ("mask", "score"):
             for one in [] if x is None else scores_of(x) if name == "score" else [x]:
@@ -150,12 +150,12 @@ def _text(count: int, *given: Any) -> str:
     """
     rest, handles = given[:count], given[count:]
     parts: dict[str, list[Any]] = {"mask": [], "score": []}
-    names = [x for x in Options._fields if x not in _BESIDE]
+    names = [x for x in OPTION_NAMES if x not in _BESIDE]
     try:
         for role, function, owner in zip(handles[::3], handles[1::3], handles[2::3], strict=True):
             parts[role].append(ARRAY if function is None else _trace(function, owner, role))
         options = Options(**dict(zip(names, rest, strict=True))).spelled()
-        return text_of(options._replace(mask=(parts["mask"] or [None])[0], score=parts["score"] or None))
+        return text_of(replace(options, mask=(parts["mask"] or [None])[0], score=parts["score"] or None))
     except Exception as error:  # of ours, or of the caller's function
         pass_on(error, Exception)
         return f"{type(error).__name__}: {error}"

@@ -15,8 +15,9 @@ import torch
 from ..arrays.memory import Array
 from ..expressions.tables import Table, plainly
 from ..problem.build import Stated, from_arrays
+from ..problem.options import Options
 from ..problem.philox import kept
-from ..problem.problem import LAYOUTS, QUERY_BLOCK, Options, Problem
+from ..problem.problem import LAYOUTS, QUERY_BLOCK, Problem
 from .forms import options_of
 from .torch_eval import value_of
 

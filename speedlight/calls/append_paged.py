@@ -15,9 +15,10 @@ from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
 from ..problem.checks import check_layout, check_pages_left, new_counts, packed_counts
-from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, public
-from ..problem.problem import LAYOUTS, our_layout
+from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, our_layout
+from ..problem.problem import LAYOUTS
 from ..problem.results import tell_written
+from ..problem.signatures import public
 
 
 @public()

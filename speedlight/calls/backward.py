@@ -13,14 +13,14 @@ from ..arrays.dtypes import DTYPES
 from ..arrays.memory import Array
 from ..host.machine import current_isa
 from ..host.memo import Memo
-from ..problem.biases import arrays_of, form_of_bias, with_own_tables
+from ..problem.biases import arrays_of, key_of_bias, with_own_tables
 from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, are_named, asked, resolved
 from ..problem.operands import Operands
-from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, T, V, public
+from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, Options, T, V, scores_of
 from ..problem.prepared import Prepared, key_of
-from ..problem.problem import Options, scores_of
 from ..problem.results import empty_like, fresh, like_input
+from ..problem.signatures import public
 from .dense import runs_on_gpu
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _key_of(tensors: Any, options: Options, machine: Any, grads: Any) -> Any:
         if not (at or (type(x) is str and x == SINKS)):
             return None
         asked_for.append(at or x)
-    key = key_of(tensors, options, machine, form_of_bias)
+    key = key_of(tensors, options, machine, key_of_bias)
     return key and (*key, *asked_for)
 
 

@@ -15,9 +15,10 @@ from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
-from ..problem.options import form_of
+from ..problem.option_keys import key_of_mask
+from ..problem.options import Options
 from ..problem.prepared import Prepared, growing, is_growing, key_of, machine_of
-from ..problem.problem import SPAN, Options, spans_of
+from ..problem.problem import SPAN, spans_of
 from ..problem.results import results_for
 
 _prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of() or growing(), with threads and the vector unit
@@ -44,7 +45,7 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) 
     tensors = (q, k, v) if out is None else (q, k, v, out)
     machine = engines.threads_now(), current_isa().name
     grows = growing(tensors, options, machine)
-    key = grows.key if grows is not None else key_of(tensors, options, machine, form_of)
+    key = grows.key if grows is not None else key_of(tensors, options, machine, key_of_mask)
     if key is None or type(return_lse) is not bool:
         return key, None
     known = _prepared.get(key)

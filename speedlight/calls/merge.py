@@ -12,8 +12,9 @@ from ..arrays.memory import overlap
 from ..arrays.torch_tensors import converted, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem.checks import check_flag, states_of
-from ..problem.options import AnyArray, ArrayOf, T, V, public
+from ..problem.options import AnyArray, ArrayOf, T, V
 from ..problem.results import like_input
+from ..problem.signatures import public
 
 
 @overload

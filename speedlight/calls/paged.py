@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import engines
@@ -16,10 +17,11 @@ from ..problem.block_tables import check_pages
 from ..problem.build import Stored, from_stored
 from ..problem.checks import check_flag, check_layout, packed_lengths
 from ..problem.operands import PagedKeys, Rows
-from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Ints, PagedCall, PagedOptions, T, public
+from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Ints, Options, PagedCall, PagedOptions, T
 from ..problem.prepared import Prepared, key_of
-from ..problem.problem import SPAN, Options, Problem, spans_of
+from ..problem.problem import SPAN, Problem, spans_of
 from ..problem.results import results_for
+from ..problem.signatures import public
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -146,7 +148,7 @@ def _build(
             )
         rows = packed_lengths(given, q.shape[0] if q.shape else 0, len(lengths))
         offsets = tuple(itertools.accumulate(rows, initial=0))
-        options = options._replace(q_lengths=rows)
+        options = replace(options, q_lengths=rows)
     elif options.cu_seqlens_q is not None:
         raise ArgumentError(
             f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."

@@ -11,9 +11,10 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, how_to_install, shown
 from ..host.notebooks import TILE_COLOURS
 from ..problem.checks import integer
-from ..problem.options import Causal, Mask, Scores, Window, public
+from ..problem.options import Causal, Mask, Scores, Window
 from ..problem.plan import Plan
 from ..problem.problem import Problem
+from ..problem.signatures import public
 from ..problem.tiles import Rows, grid, integers_of
 from ..problem.work import all_pairs
 from .plan import plan as plan_of

@@ -11,10 +11,11 @@ from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
 from ..problem.operands import Dense, Strides
-from ..problem.options import AllOptions, Method, Shard, public
+from ..problem.options import AllOptions, Method, Options, Shard
 from ..problem.plan import Plan, over_ranks
-from ..problem.problem import Options, Sizes
+from ..problem.problem import Sizes
 from ..problem.rank_plan import asked_ranks
+from ..problem.signatures import public
 from .dense import describe_all
 
 if TYPE_CHECKING:

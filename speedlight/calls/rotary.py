@@ -15,9 +15,10 @@ from ..arrays.memory import overlap
 from ..arrays.torch_tensors import converted, library, makes_plain_tensors
 from ..host.memo import Memo
 from ..host.rounding import standard
-from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, public
-from ..problem.problem import LAYOUTS, our_layout
+from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, our_layout
+from ..problem.problem import LAYOUTS
 from ..problem.rotary_angles import RotaryOptions, Rotation, computed_in, is_plain, rotation_of
+from ..problem.signatures import public
 
 _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)

@@ -18,9 +18,10 @@ from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, 
 from ..problem.build import from_arrays
 from ..problem.checks import check_flag, check_layout
 from ..problem.gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
-from ..problem.options import ShardOptions, public, refuse_unknown
-from ..problem.problem import LAYOUTS, Options, Problem
+from ..problem.options import Options, ShardOptions
+from ..problem.problem import LAYOUTS, Problem
 from ..problem.shardings import Shard, check_shard, one_after_the_other, positions
+from ..problem.signatures import public, refuse_unknown
 from .forms import form_of, tables_in
 from .groups import MeshGroups, agreed, peers_of
 from .plans import Sharded

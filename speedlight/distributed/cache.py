@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -18,9 +19,9 @@ from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem.checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
-from ..problem.options import ScoreOptions, public, refuse_unknown
-from ..problem.problem import Options
+from ..problem.options import Options, ScoreOptions
 from ..problem.shardings import check_shard, positions
+from ..problem.signatures import public, refuse_unknown
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
@@ -246,7 +247,7 @@ class KVCache:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
             n_new, after = (None, self._placed[at]) if new is None else (new.k.shape[2], new.after)
-            asked = asked_of(self._local, q, n_new, after, given._replace(q_lengths=lengths))
+            asked = asked_of(self._local, q, n_new, after, replace(given, q_lengths=lengths))
             return _Checked({**asked.form(), **form, **self._state(at)}, (new, asked))
 
         (new, asked), _ = self._agreed("attend", checked)

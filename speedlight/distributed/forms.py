@@ -14,10 +14,8 @@ from ..arrays.integers import is_one
 from ..arrays.torch_tensors import is_tensor
 from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression
-from ..problem.options import BY_HEAD
-from ..problem.problem import Options, scores_of
+from ..problem.options import BY_HEAD, DEFAULTS, OPTION_NAMES, Options, scores_of
 
-_DEFAULTS = Options()._asdict()
 _LISTS = (*BY_HEAD, "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
 _COMPARED = 1 << 16  # bytes of an array whose entries are compared, too
 
@@ -25,8 +23,9 @@ _COMPARED = 1 << 16  # bytes of an array whose entries are compared, too
 def form_of(options: Options, more: dict[str, str]) -> dict[str, str]:
     """Every option that is not its default, by name; of large arrays shapes and dtypes alone."""
     found = dict(more)
-    for name, x in options._asdict().items():
-        if x is not None and x is not _DEFAULTS[name]:
+    for name in OPTION_NAMES:
+        x = getattr(options, name)
+        if x is not None and x is not DEFAULTS[name]:
             found[name] = _value(name, x)
     return found
 

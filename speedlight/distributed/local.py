@@ -14,8 +14,7 @@ from ..expressions.substitution import substituted
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import Node, order
-from ..problem.options import BY_HEAD
-from ..problem.problem import scores_of
+from ..problem.options import BY_HEAD, scores_of
 from ..torch.attending import attention
 from .groups import Peers, agreed
 

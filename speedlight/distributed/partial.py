@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,8 @@ from ..expressions.tree import SYMBOLS, Node
 from ..kv.cache import KVCache
 from ..kv.query import check_asked
 from ..problem.build import from_stored
-from ..problem.problem import Options, Problem
+from ..problem.options import Options
+from ..problem.problem import Problem
 from .forms import entries_of, form_of
 from .groups import Peers
 from .placement import Placement
@@ -54,7 +56,7 @@ class Asked(NamedTuple):
     def form(self) -> dict[str, str]:
         """Returns what must be equal on all ranks."""
         p = self.problem
-        options = self.given._replace(mask=p.mask, score=p.score, scale=p.scale, q_lengths=list(p.q_lengths))
+        options = replace(self.given, mask=p.mask, score=p.score, scale=p.scale, q_lengths=list(p.q_lengths))
         return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"}) | entries_of(p.q_lengths, q=self.q)
 
 

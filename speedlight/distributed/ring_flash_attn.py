@@ -24,9 +24,9 @@ from ..errors import UnsupportedError
 from ..flash_attn.options import check_tensors, dropout_of, infinite_where_empty, options_of, unpacked
 from ..flash_attn.sequences import PADDED, Side, check_sides
 from ..problem.checks import check_flag, packed_offsets
-from ..problem.options import public
-from ..problem.problem import Options
+from ..problem.options import Options
 from ..problem.shardings import Shard
+from ..problem.signatures import public
 from .attending import Given, attended
 from .groups import peers_of
 

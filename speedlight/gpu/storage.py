@@ -18,7 +18,8 @@ from ..expressions.tracing import is_immutable
 from ..host.machine import interpreting
 from ..problem.build import from_stored
 from ..problem.checks import MOST
-from ..problem.problem import Options, Problem
+from ..problem.options import Options
+from ..problem.problem import Problem
 from ..problem.results import Results
 from ..problem.tokens import Batch, Moves, Piece, TokenShape
 from ..problem.windows import PIECE, Ring
@@ -207,7 +208,7 @@ class CacheStorage:
             shortest=(least if options.causal else 1) if any_lengths else None,
         )
         rows = replace(q, shape=(*q.shape[:2], n, q.shape[3])) if len(q.shape) == 4 else q
-        problem = from_stored(rows, stored, options._replace(q_lengths=piece.counts))
+        problem = from_stored(rows, stored, replace(options, q_lengths=piece.counts))
         check(problem, str(self.device), "ieee")
         return Call(problem, most, captured)
 
@@ -306,7 +307,7 @@ class PoolStorage:
 
     def attend(self, layer: int, q: Array, batch: Batch, options: Options, results: Results) -> None:
         """Packed queries over their sequences' tokens."""
-        problem = from_stored(q, self.shape.stored(batch.after), options._replace(q_lengths=batch.counts))
+        problem = from_stored(q, self.shape.stored(batch.after), replace(options, q_lengths=batch.counts))
         keys = self.rows[layer].keys(
             pages=self._uploaded(batch), page_size=self.page_size, page_count=self.page_count, status=self.status
         )

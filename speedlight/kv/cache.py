@@ -25,19 +25,8 @@ from ..problem.checks import (
     new_totals,
     window_size,
 )
-from ..problem.options import (
-    AnyArray,
-    ArrayOf,
-    Dtype,
-    DtypeName,
-    Ints,
-    StepCall,
-    StepOptions,
-    T,
-    public,
-    refuse_unknown,
-)
-from ..problem.problem import PLAIN, Options
+from ..problem.options import PLAIN, AnyArray, ArrayOf, Dtype, DtypeName, Ints, Options, StepCall, StepOptions, T
+from ..problem.signatures import public, refuse_unknown
 from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved

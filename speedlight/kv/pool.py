@@ -20,8 +20,8 @@ from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..host.notebooks import bars
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
-from ..problem.options import AnyArray, ArrayOf, Dtype, Ints, StepCall, StepOptions, T, public, refuse_unknown
-from ..problem.problem import PLAIN, Options
+from ..problem.options import PLAIN, AnyArray, ArrayOf, Dtype, Ints, Options, StepCall, StepOptions, T
+from ..problem.signatures import public, refuse_unknown
 from ..problem.tokens import BLOCK, Batch, TokenShape
 from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of
 from .running import run_packed

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError
 from ..errors.advice import of_packed
 from ..problem.checks import check_flag, check_tokens, item_lengths, new_counts, packed_counts
-from ..problem.problem import Options
+from ..problem.options import Options
 from ..problem.tokens import Piece
 from ..problem.windows import Ring
 

@@ -10,7 +10,7 @@ from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import CODES
 from ..host.machine import current_isa
-from ..problem.problem import Options
+from ..problem.options import Options
 from ..problem.results import Results
 from ..problem.tokens import Batch, Piece
 from ..problem.windows import SPARE

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..arrays.torch_tensors import is_detached
 from ..expressions.tables import Table
-from .options import form_of
-from .problem import LAYOUTS, QUERY_BLOCK, Options, scores_of
+from .option_keys import key_of_mask
+from .options import Options, scores_of
+from .problem import LAYOUTS, QUERY_BLOCK
 
 _FEW = 3 * QUERY_BLOCK  # queries; and entries of a bias that is broadcast to all items and heads, at most
 _ENTRIES = 1 << 24
@@ -34,12 +36,12 @@ def arrays_of(options: Options) -> list[Any]:
     return [array_of(x) for x in options.arrays()]
 
 
-def form_of_bias(x: Any) -> Any:
-    """Returns form_of() masks and scores, a table that is read where it lies as the array that it is."""
+def key_of_bias(x: Any) -> Any:
+    """Returns key_of_mask() of a mask or score; a table that is read where it lies counts as its array."""
     if type(x) is list:
-        forms = tuple([form_of_bias(one) for one in x])
-        return ... if ... in forms else forms
-    return form_of(array_of(x))
+        members = tuple([key_of_bias(one) for one in x])
+        return ... if ... in members else members
+    return key_of_mask(array_of(x))
 
 
 def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Options, Any]:
@@ -57,8 +59,10 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
     square, own = _square(options.layout, q, k), {}
     entries = sum([x.array.size for x in grads if isinstance(x, Table)])
     # items have the same rows at the same positions: then blocks of all are known
-    is_alike = options.q_lengths is options.k_lengths is None and not np.ndim(options.q_start)
-    for x in (options.mask, *scores_of(options.score)):
+    q_start: Any = options.q_start
+    is_alike = options.q_lengths is options.k_lengths is None and not np.ndim(q_start)
+    given: list[Any] = [options.mask, *scores_of(options.score)]
+    for x in given:
         if type(x) is not Table or x.tensor is not None:
             continue
         array = x.array
@@ -74,7 +78,7 @@ def with_own_tables(options: Options, grads: Any, q: tuple[int, ...], k: tuple[i
         return options, grads
     mask = own.get(id(options.mask), options.mask)
     score = None if options.score is None else [own.get(id(x), x) for x in scores_of(options.score)]
-    return options._replace(mask=mask, score=score), tuple([own.get(id(x), x) for x in grads])
+    return replace(options, mask=mask, score=score), tuple([own.get(id(x), x) for x in grads])
 
 
 def _adds_in_order(shape: tuple[int, ...], square: tuple[int, ...], shares: int) -> bool:

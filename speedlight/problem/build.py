@@ -24,8 +24,9 @@ from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression, expression, score_chain
 from ..host.rounding import standard
 from . import checks
+from .options import Options, scores_of
 from .philox import MOST_POSITIONS
-from .problem import LAYOUTS, SPAN, Options, Problem, Sizes, scores_of
+from .problem import LAYOUTS, SPAN, Problem, Sizes
 
 _Square = tuple[int, int] | None  # rows and columns of a mask that is an array; packed sequences have none
 
@@ -220,7 +221,8 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as {stored.keeper} has; got {q.dtype}. {way}")
     batch, k_len = len(stored.k_lengths), max(stored.k_lengths, default=0)
     if layout == "lhd":
-        q_lens = tuple(options.q_lengths)
+        right: Any = options.q_lengths
+        q_lens = tuple(right)
     else:
         if batch_of(q.shape, layout) != batch:
             got = f"{batch_of(q.shape, layout)} (shape {q.shape})"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,7 +21,8 @@ from ..arrays.torch_tensors import is_followed, is_tensor, is_traced, view_of
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
-from .problem import LAYOUTS, Options, Problem, scores_of
+from .options import Options, scores_of
+from .problem import LAYOUTS, Problem
 
 SINKS: Final = "sink_logits"  # in `grads`: the gradient of those
 
@@ -39,7 +40,7 @@ class Followed(NamedTuple):
     @property
     def unfollowed(self) -> Options:
         """The options of a call that nobody follows."""
-        return self.options if self.sinks is None else self.options._replace(sink_logits=self.sinks.detach())
+        return self.options if self.sinks is None else replace(self.options, sink_logits=self.sinks.detach())
 
 
 def followed(options: Options) -> Followed:
@@ -52,7 +53,7 @@ def followed(options: Options) -> Followed:
     tables = [t for t in tables_of(scores) if not t.is_left_alone()]
     check_attached(tables)
     score = scores if isinstance(score, (list, tuple)) else scores[0]
-    return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
+    return Followed(replace(options, score=score), sinks, tuple(dict.fromkeys(tables)))
 
 
 def tables_of(score: Any) -> list[Table]:
@@ -92,8 +93,8 @@ def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
     ints = {name: _read(getattr(options, name), name) for name in names}
     ints |= {name: _one(getattr(options, name)) for name in ("k_start", "seed")}
     window, sinks = options.window, options.sink_logits
-    options = options._replace(
-        mask=mask, window=tuple(map(_one, window)) if isinstance(window, (list, tuple)) else window,
+    options = replace(
+        options, mask=mask, window=tuple(map(_one, window)) if isinstance(window, (list, tuple)) else window,
         sink_logits=list(sinks) if isinstance(sinks, list) else sinks, **ints,
     )  # fmt: skip
     states = [] if is_tensor(known.sinks) else [(options.sink_logits, state_of)]

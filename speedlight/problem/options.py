@@ -1,32 +1,26 @@
-"""List of options: the type, default and documentation of each, and the types of arguments.
+"""Options of a call: the list of them, with the type, default and documentation of each, and a record of their values.
 
-Public calls take `**options` of one of these dicts. `public` gives them the signature, the documentation and the errors
-of an argument that they lack. problem.Options holds the values of a call.
+Public calls take `**options` of one of the dicts below. signatures.public() gives them the signature, the documentation
+and the errors of an argument that they lack. Options holds the values of a call.
 """
 
-import functools
-import inspect
-import marshal
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ForwardRef, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Annotated, Any, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
 
 import numpy as np
 
-from ..arrays.array import listed
-from ..errors import Error
-from ..errors.advice import explain, unknown
+from ..errors import ArgumentError
 from ..expressions.tables import Table
-from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, key_of_expression
-from ..host.graph_breaks import in_graph, outside
-from ..host.insides import TORCH
+from ..expressions.tracing import Expression, MaskFunction, ScoreFunction
+from .option_keys import key_of_traced, key_of_values
+from .problem import LAYOUTS
+from .signatures import refuse_unknown
 
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 _Kind = TypeVar("_Kind", covariant=True)
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ArrayOf(Protocol[_Kind]):
@@ -148,167 +142,188 @@ class StepCall(StepOptions, total=False):
     out: AnyArray | None
 
 
-_OR_NONE, _NUMBER = frozenset((int, float, type(None))), frozenset((int, float))
-_CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))), _OR_NONE
 MOST_SEEDS = 1 << 64  # a seed is the key of dropout's random numbers
-_MOST_VALUES = 4096  # of a list that a key may hold
 DEFAULTS: dict[str, Any] = {name: x.__metadata__[0] for name, x in AllOptions.__annotations__.items()}
 BY_HEAD = ("sink_logits",)  # options that have an entry for each query head
 
+# Names of layouts in other libraries, of either case: n is heads beside s or t (Ascend, JAX), tokens beside h and d.
+SAME_LAYOUTS = {
+    "bhld": ("bhsd", "bhtd", "bhnd", "bnsd", "bntd", "bnsh", "bnth"),
+    "blhd": ("bshd", "bthd", "bnhd", "bsnd", "btnd", "bsnh", "btnh"),
+    "lhd": ("thd", "shd", "nhd", "tnd"),
+}
+# PyTorch's and flash-attn's names of alignments (torch.nn.attention.bias).
+SAME_CAUSAL: dict[str, bool | str] = {"bottom-right": True, "lower-right": True, "upper-left": "top-left"}
+_OURS = {theirs: ours for ours, those in SAME_LAYOUTS.items() for theirs in those}
 
-def exact_key(options: Sequence[Any], form: Callable[[Any], Any] | None = None) -> tuple[Any, ...] | None:
-    """Returns what is equal for options that mean the same to the bit; None for a type that may change or is odd.
+_NUMBER = frozenset((int, float))
+_NUMBER_OR_NONE = frozenset((int, float, type(None)))
+_INT_OR_NONE = frozenset((int, type(None)))
+_BOOL_OR_STR = frozenset((bool, str))
 
-    Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores that are
-    expressions are known by what they compute, and by where the arrays lie that they look up. A seed is none of it: it
-    is a word of every call, and another one would come with each. `form`: of masks and scores, where arrays may be part
-    of a key: form_of.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a call, as they were given, with the names, types and defaults of AllOptions; frozen.
+
+    `lengths` is in `q_lengths` and `k_lengths`.
     """
-    (
-        mask, score, sinks, scale, dropout, seed, causal, window, q_start, layout, cu_q, q_lens, k_start, cu_k,
-        k_lens, precision,
-    ) = options  # fmt: skip  # in the order of the list: by name in three times the time
-    if not (
-        type(causal) in _CAUSAL
-        and type(q_start) in _POSITION
-        and type(k_start) is int
-        and type(scale) in _SCALE
-        and type(layout) is str
-        and type(precision) is str
-        and type(dropout) in _NUMBER
-    ):
-        return None
-    if not mask is score is None:
-        form = form or _form_of_function
-        mask, score = form(mask), form(score)
-        if mask is ... or score is ...:
+
+    mask: Mask | None = None
+    score: Scores | None = None
+    sink_logits: Sinks | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+    seed: Int | None = None
+    causal: Causal = False
+    window: Window | None = None
+    q_start: Int | Ints | None = None
+    layout: Layout = "bhld"
+    cu_seqlens_q: Ints | None = None
+    q_lengths: Ints | None = None
+    k_start: Int = 0
+    cu_seqlens_k: Ints | None = None
+    k_lengths: Ints | None = None
+    precision: Precision = "ieee"
+
+    @classmethod
+    def of(cls, function: Any, given: Mapping[str, Any]) -> "Options":
+        """Returns the options that a public function was given; raises for an option that it lacks."""
+        if not given:
+            return PLAIN
+        refuse_unknown(function, given)
+        if "lengths" in given:
+            given = dict(given)
+            both = given.pop("lengths")
+            if both is not None:
+                both = padded_alike(both, given.get("q_lengths"), given.get("k_lengths"))
+                given |= {"q_lengths": both, "k_lengths": both}
+        return new_options(**given)
+
+    @classmethod
+    def of_step(cls, causal: bool, layout: Layout, given: Mapping[str, Any]) -> "Options":
+        """Returns the options of a step of a cache or pool."""
+        return new_options(causal=causal, layout=layout, **given) if given else _STEPS[causal, layout]
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options that are not their defaults, by name."""
+        found = {}
+        for name in OPTION_NAMES:
+            x, default = getattr(self, name), DEFAULTS[name]
+            if not (x is default or (type(x) is float and x == default)):
+                found[name] = x
+        return found
+
+    def spelled(self) -> "Options":
+        """Returns the options in our words: layouts and alignments may have come by other libraries' names."""
+        layout, causal = our_layout(self.layout), our_causal(self.causal, self.q_start)
+        if layout is self.layout and causal is self.causal:
+            return self
+        return replace(self, layout=layout, causal=causal)
+
+    def seed_word(self) -> int:
+        """Returns the seed of a call that has a key: 0 without dropout, where it says nothing."""
+        seed: Any = self.seed
+        return seed if self.dropout else 0
+
+    def table_bytes(self) -> int:
+        """Returns the bytes that tables of mask and score keep alive with a memo key."""
+        return sum([t.held_bytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
+
+    def arrays(self) -> list[Any]:
+        """Returns the arrays among mask and scores, each as often as it is given."""
+        mask, score = self.mask, self.score
+        if score is None:
+            return [] if mask is None or type(mask) is Expression else [mask]
+        return [x for x in (mask, *scores_of(score)) if not (x is None or isinstance(x, Expression))]
+
+    def key(self, key_of_mask: Callable[[Any], Any] = key_of_traced) -> tuple[Any, ...] | None:
+        """Returns a memo key, equal for options that mean the same to the bit; None for a type that may change.
+
+        Types and bits count: 0.0 is not -0.0, True is not 1. Lists count by the values that they hold now. The seed is
+        left out, since it is an argument of every run.
+
+        Args:
+            key_of_mask: returns the key of a mask or score: option_keys.key_of_mask() where arrays may be part of it.
+        """
+        scale, dropout, causal, q_start, k_start = self.scale, self.dropout, self.causal, self.q_start, self.k_start
+        layout, precision = self.layout, self.precision
+        if not (
+            type(causal) in _BOOL_OR_STR
+            and type(q_start) in _INT_OR_NONE
+            and type(k_start) is int
+            and type(scale) in _NUMBER_OR_NONE
+            and type(layout) is str
+            and type(precision) is str
+            and type(dropout) in _NUMBER
+        ):
             return None
-    exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
-    key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
-    if dropout:
-        if not (0 < dropout <= 1 and type(seed) is int and 0 <= seed < MOST_SEEDS):
-            return None
-        key += (float(dropout),)
-    if window is sinks is cu_q is cu_k is q_lens is k_lens is None:
-        return key
-    values = tuple(map(_exactly, (window, sinks, cu_q, cu_k, q_lens, k_lens)))
-    return None if ... in values else key + values
+        mask, score = self.mask, self.score
+        if not mask is score is None:
+            mask, score = key_of_mask(mask), key_of_mask(score)
+            if mask is ... or score is ...:
+                return None
+        exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
+        key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
+        if dropout:
+            if not (0 < dropout <= 1 and type(self.seed) is int and 0 <= self.seed < MOST_SEEDS):
+                return None
+            key += (float(dropout),)
+        window, sinks = self.window, self.sink_logits
+        cu_q, cu_k, q_lengths, k_lengths = self.cu_seqlens_q, self.cu_seqlens_k, self.q_lengths, self.k_lengths
+        if window is sinks is cu_q is cu_k is q_lengths is k_lengths is None:
+            return key
+        values = tuple(map(key_of_values, (window, sinks, cu_q, cu_k, q_lengths, k_lengths)))
+        return None if ... in values else key + values
 
 
-def _form_of_function(x: Any) -> Any:
-    """Returns what a prepared call depends on of a mask or score that is an expression. ... for anything else."""
-    if x is None:
-        return None
-    return key_of_expression(x) if type(x) is Expression else ...
+def _freeze(options: Any) -> None:
+    """Gives filled options their class, which refuses changes."""
+    options.__class__ = Options
 
 
-def form_of(x: Any, keys: int | None = None, rows: int = 1) -> Any:
-    """Returns what a prepared call depends on of a mask or score: an expression itself, of an array that nobody follows
-    shape, strides and dtype; of a list, of each. ... for what may change.
-
-    keys: where the number of keys may change from call to call: then the form of an array that has as many columns, and
-    one row or `rows`, and of an expression that does not depend on how many there are.
-    """
-    if x is None:
-        return None
-    kind = type(x)
-    if kind is Expression:
-        if keys is not None and any([t.of_keys for t in x.tables]):
-            return ...
-        return key_of_expression(x)
-    if kind is list or kind is tuple:
-        forms = tuple([form_of(one, keys) for one in x])
-        return ... if ... in forms else forms
-    if kind is np.ndarray:
-        form = x.shape, x.strides, x.dtype
-    else:
-        torch = sys.modules.get("torch")
-        if torch is None or kind is not torch.Tensor or not x.is_cpu or x.is_nested:
-            return ...
-        if x.layout is not torch.strided or x.is_neg():
-            return ...
-        if (x.requires_grad and torch.is_grad_enabled()) or TORCH.forward_ad._current_level >= 0:
-            return ...
-        form = x.shape, x.stride(), x.dtype
-    if keys is None:
-        return form
-    shape = form[0]
-    if len(shape) > 1 and shape[-1] == keys > 1 and shape[-2] in (1, rows):
-        return shape[:-1], form[1][-1], form[2]
-    return ...
+# new_options(…) is Options(…) in 0.9 µs, of the 15 that a NumPy call takes, where a frozen dataclass takes 2.3: that
+# fills each field through object.__setattr__. This one fills an open class of the same slots and changes the class.
+new_options: type[Options] = make_dataclass(
+    "Options",
+    [(x.name, x.type, x.default) for x in fields(Options)],
+    namespace={"__post_init__": _freeze},
+    slots=True,
+    kw_only=True,
+)
+OPTION_NAMES = tuple([x.name for x in fields(Options)])
+PLAIN = Options()  # all as by default
+_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
 
 
-def _exactly(x: Any) -> Any:
-    """A short list as part of a key: types and bits of its values now. ... for what cannot be told so."""
-    if x is None:
-        return None
-    if type(x) in (list, tuple):
-        return (type(x), marshal.dumps(x, 2)) if _OR_NONE.issuperset(map(type, x)) else ...
-    if type(x) is np.ndarray:
-        return (x.dtype, x.shape, x.tobytes()) if x.dtype.kind in "iuf" and x.size <= _MOST_VALUES else ...
-    torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.numel() > _MOST_VALUES:
-        return ...
-    try:
-        values = _exactly(listed(x, "", ""))
-    except Error:  # checked again, by name, where nothing is memoised
-        return ...
-    return ... if values is ... else (x.dtype, values)
+def our_layout(layout: Any) -> Any:
+    """Returns our name of a layout; any other value stays as it is."""
+    if not isinstance(layout, str) or layout in LAYOUTS:
+        return layout
+    lower = layout.lower()
+    return lower if lower in LAYOUTS else _OURS.get(lower, layout)
 
 
-def public(options: Any = None, *, leaves_graph: bool = True, has_frame: bool = True) -> Callable[[_F], _F]:
-    """Makes a function public: help() and inspect show each of its options, and errors of arguments that it lacks, or
-    that other libraries name otherwise, say what to write.
-
-    Args:
-        options: the dict above that its `**options` take. Without any, `**theirs` are only there to be refused.
-        leaves_graph: torch.compile does not look into it: memory addresses mean nothing to a tracer.
-        has_frame: False where a signal must not come between a result and the caller: when a decorator's call returns,
-            signals are looked for. Such a function leaves graphs and calls refuse_unknown() itself.
-    """
-
-    def decorate(function: _F) -> _F:
-        _describe(function, options)
-        if not has_frame:
-            return function
-
-        @functools.wraps(function)
-        def call(*args: Any, **given: Any) -> Any:
-            if leaves_graph and "torch._dynamo" in sys.modules and in_graph():  # asked here first: a call costs more
-                return outside(function, *args, **given)
-            try:
-                return function(*args, **given)
-            except (TypeError, Error) as error:  # of arguments that do not fit, and of ours: hints say more
-                explain(error, function, args, given)
-                raise
-
-        return call  # pyright: ignore[reportReturnType]
-
-    return decorate
+def our_causal(causal: Any, q_start: Any) -> Any:
+    """Returns our word for an alignment, which says where queries are; any other value stays as it is."""
+    if not isinstance(causal, str) or causal not in SAME_CAUSAL:
+        return causal
+    if q_start is not None:
+        raise ArgumentError(f"q_start: expected None with causal={causal!r}, which says where queries are; got both.")
+    return SAME_CAUSAL[causal]
 
 
-def refuse_unknown(function: Any, given: Mapping[str, Any]) -> None:
-    """Raises for the first argument that a public function has no such option for."""
-    if not function.options.issuperset(given):
-        name, *_ = [x for x in given if x not in function.options]
-        raise unknown(function, name)
+def padded_alike(lengths: Any, q_lengths: Any, k_lengths: Any) -> Any:
+    """Returns `lengths=`, which stands alone, as lengths of queries and of keys."""
+    for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
+        if x is not None:
+            raise ArgumentError(
+                f"lengths: expected None beside {name}=; got both. lengths= is of queries and keys alike; where they "
+                "differ, give q_lengths= and k_lengths=."
+            )
+    return lengths
 
 
-def _describe(function: Any, options: Any) -> None:
-    """Gives a function the names, the signature, the types and the documentation of its options."""
-    listed = {} if options is None else options.__annotations__
-    own = inspect.signature(function)
-    if last := [x.name for x in own.parameters.values() if x.kind is x.VAR_KEYWORD]:
-        shown = [x for x in own.parameters.values() if x.name != last[0]]
-        names = {name: x.__origin__.__forward_arg__ for name, x in listed.items()}
-        shown += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=names[name])
-            for name in names
-        ]
-        function.__signature__ = own.replace(parameters=shown)
-        del function.__annotations__[last[0]]
-        function.__annotations__ |= {name: ForwardRef(x, module=__name__) for name, x in names.items()}
-        function.options = frozenset(listed)
-    lines = "".join([f"\n{{0}}{name}: {x.__metadata__[1]}" for name, x in listed.items()])
-    given = re.compile(r"^( +)\*\*options: .*(\n\1 +.*)*$|^( +)q, k, v, .*\*\*options: .*$", re.MULTILINE)
-    function.__doc__ = given.sub(lambda x: x[0] + lines.replace("{0}", x[1] or x[3]), function.__doc__ or "") or None
+def scores_of(score: Any) -> list[Any]:
+    """Returns the functions, patterns and arrays of the option `score`, left to right."""
+    return list(score) if isinstance(score, (list, tuple)) else [score]

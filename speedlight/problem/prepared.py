@@ -24,18 +24,19 @@ from ..arrays.torch_tensors import has_bytes
 from ..expressions.tracing import Expression
 from ..host.insides import TORCH
 from ..host.shortcuts import address_of, count_write
-from .options import form_of
-from .problem import Options, scores_of, spans_of
+from .option_keys import key_of_mask, key_of_traced
+from .options import Options, scores_of
+from .problem import spans_of
 from .results import deliver, fresh
 
 _Ints = Sequence[int] | None
 
 
-def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...], form: Any = None) -> Any:
+def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...], form: Any = key_of_traced) -> Any:
     """Returns the memo key of a call; None if arrays are neither NumPy's nor PyTorch's, or an option is mutable.
 
-    `machine`: threads and vector unit, or whatever else a prepared call depends on. `form`: as exact_key() has it. The
-    key is (options, machine, *forms of the arrays), flat for speed: machine_of() and is_growing() read it.
+    `machine`: threads and vector unit, or whatever else a prepared call depends on. `form`: Options.key()'s argument.
+    The key is (options, machine, *forms of the arrays), flat for speed: machine_of() and is_growing() read it.
     """
     of_options = options.key(form)
     if of_options is None:
@@ -131,7 +132,7 @@ def growing(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]
         of_options = options.key()
     else:
         rows = shape[rows_at] if shape[rows_at] < n and _are_arrays(options) else 1
-        of_options = options.key(lambda x: form_of(x, n, rows))
+        of_options = options.key(lambda x: key_of_mask(x, n, rows))
     if of_options is None:
         return None
     key = (

@@ -1,21 +1,15 @@
-"""Problem: a call as data, with its options and the sizes that fix bits."""
+"""Problem: a call as data, with the sizes that fix bits."""
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ..arrays.dtypes import DTYPES
-from ..errors import ArgumentError
 from ..expressions.program import Program, hiding_condition
 from ..expressions.tracing import Expression
 from ..expressions.tree import Node, lazily
-from .options import DEFAULTS, exact_key, refuse_unknown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 QUERY_BLOCK = 192  # positions whose share of dK and dV is summed before it is added
@@ -24,102 +18,6 @@ FAR_LSE = {"float32": 2.0**22, "float64": 2.0**51}
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
 # where batch, head, length, dim lie
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "hld": (0, 1, 2), "lhd": (1, 0, 2)}
-# The same by other libraries' letters, of either case: n is heads beside s or t (Ascend, JAX), tokens beside h and d.
-SAME_LAYOUTS = {
-    "bhld": ("bhsd", "bhtd", "bhnd", "bnsd", "bntd", "bnsh", "bnth"),
-    "blhd": ("bshd", "bthd", "bnhd", "bsnd", "btnd", "bsnh", "btnh"),
-    "lhd": ("thd", "shd", "nhd", "tnd"),
-}
-# Where a query sees the last keys: PyTorch's names of it (torch.nn.attention.bias), and flash-attn's.
-SAME_CAUSAL: dict[str, bool | str] = {"bottom-right": True, "lower-right": True, "upper-left": "top-left"}
-_OURS = {theirs: ours for ours, those in SAME_LAYOUTS.items() for theirs in those}
-
-
-if TYPE_CHECKING:
-
-    class _Fields(tuple[Any, ...]):
-        """A named tuple that has a field for each option of the list."""
-
-        _fields: ClassVar[tuple[str, ...]]
-
-        def __new__(cls, **options: Any) -> Self: ...
-        def __getattr__(self, name: str) -> Any: ...
-        def _replace(self, **options: Any) -> Self: ...
-        def _asdict(self) -> dict[str, Any]: ...
-
-else:
-    _FIELDS = {name: x for name, x in DEFAULTS.items() if name != "lengths"}  # which is q_lengths and k_lengths
-    _Fields = namedtuple("_Fields", _FIELDS, defaults=_FIELDS.values())
-
-
-class Options(_Fields):
-    """The options of a call, as they were given: the fields and the defaults of problem.options' list, in its order.
-
-    An option that is added stands in the list, in the key below, and in what obeys it: nowhere between.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, function: Any, given: Mapping[str, Any]) -> Options:
-        """Returns what a public function was given; raises for an option that it lacks."""
-        if not given:
-            return PLAIN
-        refuse_unknown(function, given)
-        if "lengths" in given:
-            given = dict(given)
-            both = given.pop("lengths")
-            if both is not None:
-                both = padded_alike(both, given.get("q_lengths"), given.get("k_lengths"))
-                given |= {"q_lengths": both, "k_lengths": both}
-        return cls(**given)
-
-    @classmethod
-    def of_step(cls, causal: bool, layout: str, given: Mapping[str, Any]) -> Options:
-        """Returns the options of a step of a cache or pool."""
-        return cls(causal=causal, layout=layout, **given) if given else _STEPS[causal, layout]
-
-    def given(self) -> dict[str, Any]:
-        """Returns the options that are not their defaults."""
-        pairs = zip(self._fields, self, strict=True)
-        return {name: x for name, x in pairs if not (x is DEFAULTS[name] or (type(x) is float and x == DEFAULTS[name]))}
-
-    def spelled(self) -> Options:
-        """Returns the options in our own words: layouts and alignments may have come by other libraries' names."""
-        layout, causal = our_layout(self.layout), our_causal(self.causal, self.q_start)
-        return self if layout is self.layout and causal is self.causal else self._replace(layout=layout, causal=causal)
-
-    def seed_word(self) -> int:
-        """Returns the seed of a call that has a key: 0 without dropout, where it says nothing."""
-        return self.seed if self.dropout else 0
-
-    def table_bytes(self) -> int:
-        """Returns the bytes of what masks and scores that may be part of a key look up, which a key keeps alive."""
-        return sum([t.held_bytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
-
-    def arrays(self) -> list[Any]:
-        """Returns the arrays among mask and scores, each as often as it is given."""
-        mask, score = self.mask, self.score
-        if score is None:
-            return [] if mask is None or type(mask) is Expression else [mask]
-        return [x for x in (self.mask, *scores_of(self.score)) if not (x is None or isinstance(x, Expression))]
-
-    key = exact_key
-
-
-new_options = tuple.__new__  # new_options(Options, (…)) of all fields: in half the time of Options(…)
-PLAIN = Options()  # all as by default
-_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
-
-
-_MASK, _SCORE, _SCALE, _CAUSAL = map(Options._fields.index, ("mask", "score", "scale", "causal"))
-
-
-def brief_options(mask: Any, score: Any, scale: Any, causal: Any) -> Options:
-    """Returns Options(mask=…, score=…, scale=…, causal=…), in a fourth of the time."""
-    fields = list(PLAIN)
-    fields[_MASK], fields[_SCORE], fields[_SCALE], fields[_CAUSAL] = mask, score, scale, causal
-    return new_options(Options, fields)
 
 
 class Sizes(NamedTuple):
@@ -142,39 +40,6 @@ class Sizes(NamedTuple):
 def spans_of(tokens: int) -> int:
     """Spans that a step over so many keys is prepared for: doubled until they suffice."""
     return 1 << (tokens - 1 >> 10).bit_length()
-
-
-def our_layout(layout: Any) -> Any:
-    """Our name of a layout; whatever is none stays as it is."""
-    if not isinstance(layout, str) or layout in LAYOUTS:
-        return layout
-    lower = layout.lower()
-    return lower if lower in LAYOUTS else _OURS.get(lower, layout)
-
-
-def our_causal(causal: Any, q_start: Any) -> Any:
-    """Our word for an alignment, which says where queries are; whatever is none stays as it is."""
-    if not isinstance(causal, str) or causal not in SAME_CAUSAL:
-        return causal
-    if q_start is not None:
-        raise ArgumentError(f"q_start: expected None with causal={causal!r}, which says where queries are; got both.")
-    return SAME_CAUSAL[causal]
-
-
-def padded_alike(lengths: Any, q_lengths: Any, k_lengths: Any) -> Any:
-    """Returns `lengths=`, which stands alone, as lengths of queries and of keys."""
-    for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
-        if x is not None:
-            raise ArgumentError(
-                f"lengths: expected None beside {name}=; got both. lengths= is of queries and keys alike; where they "
-                "differ, give q_lengths= and k_lengths=."
-            )
-    return lengths
-
-
-def scores_of(score: Any) -> list[Any]:
-    """The functions, patterns and arrays of the option `score`, left to right."""
-    return list(score) if isinstance(score, (list, tuple)) else [score]
 
 
 @dataclass(frozen=True)

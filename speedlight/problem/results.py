@@ -15,7 +15,8 @@ from ..arrays.memory import Array, overlap, overlaps_itself
 from ..arrays.torch_tensors import check_plain_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.shortcuts import address_of, count_write
-from .problem import LAYOUTS, Options, Problem
+from .options import Options
+from .problem import LAYOUTS, Problem
 
 
 class Results:

@@ -13,7 +13,8 @@ from ..arrays.layouts import batch_of, check_dimensions
 from ..arrays.torch_tensors import check_plain_tensor, converted, is_tensor, library
 from ..errors import ArgumentError, ArgumentTypeError, Error, pass_on, shown
 from .checks import MOST, check_flag, check_layout, integer, number, size
-from .problem import LAYOUTS, our_layout
+from .options import our_layout
+from .problem import LAYOUTS
 
 BASE = 10000.0
 _ARRAY = "a NumPy array, or a PyTorch tensor"

@@ -28,10 +28,10 @@ from ..problem.checks import (
     states_of,
 )
 from ..problem.gradients import SINKS
-from ..problem.options import AllOptions, public
+from ..problem.options import AllOptions, Options
 from ..problem.philox import MOST_POSITIONS, kept
-from ..problem.problem import Options
 from ..problem.rotary_angles import RotaryOptions, rotation_of
+from ..problem.signatures import public
 from .backward_bounds import (
     GradientBounds,
     Sums,

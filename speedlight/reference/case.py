@@ -11,8 +11,9 @@ from ..arrays.array import describe
 from ..expressions.tree import WrongIndex, evaluate, raise_first
 from ..problem.build import from_arrays
 from ..problem.gradients import Asked, Given, asked
+from ..problem.options import Options
 from ..problem.philox import kept
-from ..problem.problem import LAYOUTS, Options, Problem
+from ..problem.problem import LAYOUTS, Problem
 from .head_backward import Returned
 
 _LARGE = 2.0**900  # values beyond are summed in units of this

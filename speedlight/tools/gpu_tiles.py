@@ -13,7 +13,7 @@ from ..gpu.schedule import capability
 from ..gpu.tiles import Tile
 from ..host.machine import interpreting
 from ..problem.build import from_arrays
-from ..problem.problem import Options
+from ..problem.options import Options
 from .measuring import measure, quantiles, seconds_of, wrong
 from .peers import Call
 

@@ -28,7 +28,7 @@ from ..host.shortcuts import address_of
 from ..host.tunings import TUNINGS, Parts, Tuning
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
-from ..problem.problem import Options
+from ..problem.options import Layout, Options
 from ..problem.tokens import Piece, TokenShape
 from ..problem.windows import Ring
 from .measuring import alternate, seconds_of
@@ -177,7 +177,7 @@ def prefill(dtype: str, heads: int, n: int, d: int, causal: bool = False) -> Cas
     return lambda isa: _over_arrays(isa, q, k, v, "bhld", causal)
 
 
-def own_step(dtype: str, n: int, layout: str = "bhld") -> Case:
+def own_step(dtype: str, n: int, layout: Layout = "bhld") -> Case:
     """Prepares one token over the caller's own keys and values."""
     sizes = [{"b": 1, "h": heads, "l": rows, "d": _DIM} for heads, rows in ((_HEADS * _GROUP, 1), (_HEADS, n))]
     q, k = (numbers(tuple(size[axis] for axis in layout), dtype) for size in sizes)
@@ -185,7 +185,7 @@ def own_step(dtype: str, n: int, layout: str = "bhld") -> Case:
     return lambda isa: _over_arrays(isa, q, k, v, layout, False)
 
 
-def _over_arrays(isa: Isa, q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: str, causal: bool) -> Run:
+def _over_arrays(isa: Isa, q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: Layout, causal: bool) -> Run:
     a, b, c = (describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     out = np.empty(q.shape, q.dtype)
     problem = from_arrays(a, b, c, Options(causal=causal, layout=layout)).problem

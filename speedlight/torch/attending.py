@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -15,8 +16,8 @@ from ..front import compute
 from ..host.graph_breaks import outside, passed_by
 from ..host.insides import TORCH
 from ..problem.gradients import followed
-from ..problem.options import AllOptions, public
-from ..problem.problem import Options
+from ..problem.options import AllOptions, Options
+from ..problem.signatures import public
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,7 +78,7 @@ def attention(
     if TORCH.is_any_autocast_enabled():
         q, k, v = cast(q, k, v)
     if is_tensor(given.seed) and not is_traced(given.seed):
-        given = given._replace(seed=integer("seed", given.seed))
+        given = replace(given, seed=integer("seed", given.seed))
     if is_plain(q, k, v):
         if torch.is_grad_enabled():
             results = attended_again(q, k, v, given, return_lse)

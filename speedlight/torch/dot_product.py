@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import ArgumentError, ArgumentTypeError
 from ..adapting import Library, draw_seed
 from ..errors.advice import of_head_dim, of_mask, of_no_tensor
-from ..problem.options import Causal, public, refuse_unknown
+from ..problem.options import Causal
+from ..problem.signatures import public, refuse_unknown
 from .attending import attention
 from .kernel_choice import takes_formula
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ..front import compute
 from ..host.insides import TORCH
-from ..problem.problem import Options
+from ..problem.options import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, is_ours
 

@@ -17,7 +17,7 @@ from .. import ArgumentError, UnsupportedError, attention_backward, attention_pa
 from ..adapting import add_distances, limits, rows_in_use
 from ..front import compute
 from ..host.insides import TORCH
-from ..problem.problem import Options
+from ..problem.options import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, is_ours
 

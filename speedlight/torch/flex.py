@@ -21,7 +21,7 @@ from ..adapting import Renamed, check_flag, pass_on, shown
 from ..errors.advice import of_no_tensor
 from ..expressions.tracing import expression_of
 from ..expressions.tree import Node
-from ..problem.options import public
+from ..problem.signatures import public
 from .attending import attention
 from .blocks import make_block_mask, read_mask
 

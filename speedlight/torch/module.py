@@ -25,8 +25,8 @@ from ..adapting import check_flag, draw_seed, number, shown
 from ..calls.rotary import turned
 from ..errors.advice import of_no_tensor
 from ..problem.checks import dropout_of, scale_of, size, window_size
-from ..problem.options import public
 from ..problem.rotary_angles import RotaryOptions, rotation_of
+from ..problem.signatures import public
 from .attending import attention
 
 _BASE = "the base of rotary positions, as 10000.0"

@@ -20,7 +20,7 @@ from .. import ArgumentError
 from ..adapting import check_flag
 from ..front import replay
 from ..host.insides import TORCH
-from ..problem.problem import brief_options
+from ..problem.options import new_options
 from . import fast_path, flash_kernels
 from .attending import attend_again
 from .dot_product import contiguous, only_pytorch_takes, scaled_dot_product_attention
@@ -187,7 +187,7 @@ def _attend_again(
         mask, score = attn_mask, None
     else:
         mask, score = None, attn_mask
-    options = brief_options(mask, score, scale, "top-left" if is_causal else False)
+    options = new_options(mask=mask, score=score, scale=scale, causal="top-left" if is_causal else False)
     tag = _TAGS[enable_gqa]
     by_formula = not flash_sdp_enabled() or (attn_mask is not None and attn_mask.requires_grad)
     out = None if by_formula or torch.is_grad_enabled() else replay(tag, query, key, value, options)

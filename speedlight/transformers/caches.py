@@ -15,7 +15,8 @@ from ..arrays.dtypes import CODES, code_cache
 from ..arrays.integers import integer
 from ..host.insides import TORCH
 from ..problem.checks import cache_dtype, checked_sizes, new_totals
-from ..problem.options import Dtype, DtypeName, public
+from ..problem.options import Dtype, DtypeName
+from ..problem.signatures import public
 from .masks import MaskSpec
 
 _DTYPES: dict[torch.dtype, DtypeName] = {

@@ -24,7 +24,7 @@ import speedlight as sl
 import speedlight.errors
 import speedlight.torch
 from speedlight.arrays.dtypes import CODES, DTYPES, SPELLINGS
-from speedlight.problem import options as signatures
+from speedlight.problem import options as of_problem
 from speedlight.problem.problem import LAYOUTS
 
 PUBLIC = [name for name in dir(sl) if not name.startswith("__")]
@@ -86,7 +86,7 @@ def test_overloads_offer_what_the_signature_does(function):
         given = dict(inspect.signature(overload).parameters)
         names, options = set(given) - {"options"}, {}
         if "options" in given:
-            kind = getattr(signatures, re.fullmatch(r"Unpack\[(\w+)\]", given["options"].annotation)[1])
+            kind = getattr(of_problem, re.fullmatch(r"Unpack\[(\w+)\]", given["options"].annotation)[1])
             assert not kind.__required_keys__
             options = typing.get_type_hints(kind)
         assert not names & set(options) and names | set(options) == set(own)
@@ -96,14 +96,14 @@ def test_overloads_offer_what_the_signature_does(function):
 
 
 def test_words_are_those_that_are_taken():
-    assert set(LAYOUTS) <= set(typing.get_args(signatures.Layout))
-    name, spelling, *_ = typing.get_args(signatures.Dtype)
-    assert typing.get_args(signatures.DtypeName) == typing.get_args(name) == (*DTYPES, *CODES)
+    assert set(LAYOUTS) <= set(typing.get_args(of_problem.Layout))
+    name, spelling, *_ = typing.get_args(of_problem.Dtype)
+    assert typing.get_args(of_problem.DtypeName) == typing.get_args(name) == (*DTYPES, *CODES)
     assert set(DTYPES) == set(problems.DTYPES) and tuple(CODES) == problems.CODES
     assert typing.get_args(spelling) == tuple(SPELLINGS)
     sizes = {"q_heads": 1, "q_len": 1, "head_dim": 8}
     for name in ("layout", "causal", "precision"):
-        kind = getattr(signatures, name.capitalize())
+        kind = getattr(of_problem, name.capitalize())
         words = [x for y in (kind, *typing.get_args(kind)) for x in typing.get_args(y) if isinstance(x, str)]
         assert words
         for word in words:

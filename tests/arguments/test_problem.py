@@ -157,7 +157,7 @@ def test_devices_must_agree(monkeypatch):
     from speedlight import engines as engine
     from speedlight.arrays.array import describe
     from speedlight.problem.build import from_arrays
-    from speedlight.problem.problem import Options
+    from speedlight.problem.options import Options
 
     x = np.zeros((1, 1, 2, 4), np.float32)
     q, k, v = (describe(x, n) for n in "qkv")

@@ -22,7 +22,7 @@ import speedlight.torch
 from speedlight.errors import advice as hints
 from speedlight.errors import other_names
 from speedlight.flash_attn import v3
-from speedlight.problem.problem import SAME_CAUSAL, SAME_LAYOUTS
+from speedlight.problem.options import SAME_CAUSAL, SAME_LAYOUTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
 

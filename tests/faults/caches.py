@@ -100,7 +100,7 @@ MUTATIONS = (
         "a cache's prepared step is known without its scale",
         "cpu/engine/storage.py",
         "known = options.key()\n        if known is None or not (type(given)",
-        "known = options._replace(scale=None).key()\n        if known is None or not (type(given)",
+        "known = replace(options, scale=None).key()\n        if known is None or not (type(given)",
         "tests/conformance/caches/test_steps.py -k cache_that_lives",
     ),
     Mutation(

@@ -182,8 +182,8 @@ MUTATIONS = (
     Mutation(
         "a form does not hold the score that it is known by",
         "cpu/runtime/replay.py",
-        "options._replace(mask=mask, score=score)",
-        "options._replace(mask=None, score=None)",
+        "replace(options, mask=mask, score=score)",
+        "replace(options, mask=None, score=None)",
         "tests/adapters/torch/test_torch_replay_forms.py -k known_by",
     ),
     Mutation(

@@ -24,7 +24,7 @@ from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare
 from speedlight.gpu.tiles import Tile
 from speedlight.problem.build import from_arrays
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 # --- accuracy
 

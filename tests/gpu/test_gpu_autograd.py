@@ -19,7 +19,7 @@ from speedlight.autograd.forms import text_of
 from speedlight.calls import dense
 from speedlight.gpu import differentiate
 from speedlight.gpu.tiles import Tile
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 
 @pytest.fixture(autouse=True)

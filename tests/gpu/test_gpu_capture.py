@@ -23,7 +23,7 @@ from speedlight.gpu.keys import arrays_of
 from speedlight.problem.build import Stated, from_arrays
 from speedlight.problem.gradients import Asked
 from speedlight.problem.operands import Operands
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 SLOPES = sl.table(np.ones(4, np.float32))
 OPTIONS = {

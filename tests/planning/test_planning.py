@@ -28,8 +28,9 @@ from speedlight.problem import tiles
 from speedlight.problem.build import from_arrays
 from speedlight.problem.gradients import Asked
 from speedlight.problem.operands import Dense, Operands, Rows, Strides
+from speedlight.problem.options import Options
 from speedlight.problem.plan import Roofs
-from speedlight.problem.problem import LAYOUTS, Options
+from speedlight.problem.problem import LAYOUTS
 
 
 def counted(q, k, v, options):

@@ -27,7 +27,8 @@ from speedlight.expressions.derivative import flows
 from speedlight.expressions.tree import FLOW, evaluate
 from speedlight.host.machine import host_isas
 from speedlight.problem.gradients import SINKS
-from speedlight.problem.problem import FAR_LSE, QUERY_BLOCK, TILE, Options
+from speedlight.problem.options import Options
+from speedlight.problem.problem import FAR_LSE, QUERY_BLOCK, TILE
 from speedlight.reference.head_backward import is_far
 
 KINDS = (*DTYPES, "bfloat16 dot")

@@ -18,7 +18,7 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.expressions.tree import evaluate
 from speedlight.host.machine import isa_named
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, length, dim) and lse (heads, length)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...host.memo import Memo
+from ...problem.options import Options
 from ...problem.prepared import Prepared, key_of
-from ...problem.problem import Options
 from ..runtime.workers import get_threads
 
 _prepared: Memo[Any] = Memo(512, 64 << 20)  # by the form of a cache or pool, key_of() and the number of threads

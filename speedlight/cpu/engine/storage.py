@@ -19,8 +19,9 @@ from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
 from ...problem.operands import Dense, Rows
+from ...problem.options import Options
 from ...problem.prepared import Prepared
-from ...problem.problem import SPAN, TILE, Options, Problem, spans_of
+from ...problem.problem import SPAN, TILE, Problem, spans_of
 from ...problem.results import Results
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import Ring
@@ -216,7 +217,7 @@ class CacheStorage:
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
         stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
-        return self._prepare(from_stored(q, stored, options._replace(q_lengths=piece.counts)), q, out_strides)
+        return self._prepare(from_stored(q, stored, replace(options, q_lengths=piece.counts)), q, out_strides)
 
     def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
         """Runs what prepare() returned; the results are those of the whole chunk."""
@@ -429,7 +430,7 @@ class PoolStorage:
     ) -> tuple[Call, bool]:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
         longest, known = max(part.lengths), options.key()
-        options = options._replace(q_lengths=part.counts)
+        options = replace(options, q_lengths=part.counts)
         if known is None or not longest:
             problem = from_stored(q, self.shape.stored(part.lengths, items=part.items), options)
             return self._prepare(problem, q, part, lists, out_strides), False

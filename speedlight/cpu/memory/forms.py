@@ -5,11 +5,11 @@ The host fills them (runtime/replay.py), machine code reads them (kernels/replay
 
 from __future__ import annotations
 
-from ...problem.problem import Options
+from ...problem.options import OPTION_NAMES
 from .records import Record
 
-TENSORS, DIMS, OPTIONS = 4, 4, len(Options._fields)  # q, k, v and an array of a mask or score; of each; of a call
-MASK, SCORE, SCALE, DROPOUT = map(Options._fields.index, ("mask", "score", "scale", "dropout"))
+TENSORS, DIMS, OPTIONS = 4, 4, len(OPTION_NAMES)  # q, k, v and an array of a mask or score; of each; of a call
+MASK, SCORE, SCALE, DROPOUT = map(OPTION_NAMES.index, ("mask", "score", "scale", "dropout"))
 WATCHED = 4  # entries of dictionaries that must be the same objects
 
 # Functions of CPython and of PyTorch's stable C interface, by address

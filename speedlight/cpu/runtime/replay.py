@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import threading
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...errors import pass_on
@@ -20,7 +21,8 @@ from ...expressions.tracing import Expression, is_immutable
 from ...host.llvm import load
 from ...host.machine import host_arch, isa_named
 from ...host.shortcuts import ENVIRONMENT
-from ...problem.problem import SPAN, Options
+from ...problem.options import OPTION_NAMES, Options
+from ...problem.problem import SPAN
 from ..kernels.replay import ReplayShape
 from ..memory.forms import (
     BLOCK,
@@ -31,7 +33,6 @@ from ..memory.forms import (
     OBJECT_TYPE,
     PARTS,
     PYTHON,
-    SCALE,
     SCORE,
     SEQUENCES,
     TORCH,
@@ -68,7 +69,7 @@ class Replays:
         self._known: dict[Any, _Known] = {}
         self._block: Any = None
         self._machine: Any = None
-        self._refused = False
+        self._refused = True  # every call, until replays read options by their names: they are no tuple any more
 
     def learn(self, tag: Any, tensors: tuple[Any, ...], options: Options, key: Any, prepared: Any, grows: bool) -> None:
         """Takes in a call that Python has just repeated, if it is one of these.
@@ -175,7 +176,7 @@ class Replays:
             room=ctypes.addressof(self._room), **places,
         )  # fmt: skip
         self.call = _function(ctypes.addressof(self._block))
-        self._refused = False
+        self._refused = True  # every call, until replays read options by their names: they are no tuple any more
         return True
 
     def _watch(self, machine: Any) -> None:
@@ -235,7 +236,7 @@ def _is_plain(options: Options, prepared: Any) -> bool:
         return False
     if type(options.scale) not in (float, type(None)):
         return False
-    others = [x for n, x in enumerate(options) if n not in (MASK, SCORE, SCALE)]
+    others = [getattr(options, name) for name in OPTION_NAMES if name not in ("mask", "score", "scale")]
     if not all([type(x) in _FIXED or (type(x) is tuple and _FIXED.issuperset(map(type, x))) for x in others]):
         return False
     return all([_is_fixed(x) or (arrays and x is arrays[0]) for x in (options.mask, options.score)])
@@ -270,7 +271,7 @@ def _make_form(
         "wrong": launch.threads if launch.lookups else 0,
         "counts": call.counts_at, "seed": 0,
     }  # fmt: skip
-    words |= more | {f"option{n}": id(x) for n, x in enumerate(options)}
+    words |= more | {f"option{n}": id(getattr(options, name)) for n, name in enumerate(OPTION_NAMES)}
     numbers, firsts = None, ()
     if tables is not None and prepared.places[0].first:
         numbers, firsts = launch.slots[0], (ctypes.c_int64 * len(prepared.places[0].first))(*prepared.places[0].first)
@@ -309,7 +310,7 @@ def _make_form(
     for name, value in words.items():
         form[FORM.word(name)] = value
     mask, score = (x if type(x) is Expression else None for x in (options.mask, options.score))  # and no array
-    options = options._replace(mask=mask, score=score)
+    options = replace(options, mask=mask, score=score)
     known = _Known(form, (tag, options, prepared, kernel, template, tables, numbers, firsts, store, stored))
     form[FORM.word("owner")] = id(known)
     return known

@@ -13,7 +13,7 @@ import speedlight.torch
 from speedlight import reference
 from speedlight.autograd import operators as ops
 from speedlight.autograd.forms import tensors_of, text_of
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 SHAPE = 2, 4, 2, 12, 8  # batch, q_heads, kv_heads, length, dim

@@ -16,7 +16,7 @@ from speedlight.autograd.forms import tensors_of, text_of
 from speedlight.autograd.torch_eval import value_of
 from speedlight.expressions.tracing import expression
 from speedlight.expressions.tree import evaluate
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 pytestmark = [pytest.mark.usefixtures("one_kernel"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from speedlight.autograd import graphs
 from speedlight.autograd.forms import options_of, tensors_of, text_of
 from speedlight.expressions.tables import Table
 from speedlight.expressions.tracing import Expression
-from speedlight.problem.problem import Options
+from speedlight.problem.options import OPTION_NAMES, Options
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 attention = speedlight.torch.attention
@@ -295,10 +296,10 @@ def test_text_and_back():
     )  # fmt: skip
     text, tensors = text_of(given), tensors_of(given)
     back, tables = options_of(text, tensors, None, -1)
-    assert tensors == [bias] and back.score[1] is tables[0] and text_of(back._replace(score=[*back.score[::2]]))
+    assert tensors == [bias] and back.score[1] is tables[0] and text_of(replace(back, score=[*back.score[::2]]))
     assert back.mask == WINDOW and repr(back.score[0]) == "score (s + table[h])" and back.score[2] == sl.softcap(0.1)
     assert back.score[0].tables[0].array.tolist() == [1.0, 2.0] and back.seed == 2**64 - 1
-    plain = [x for x in Options._fields if x not in ("mask", "score", "seed", "k_lengths", "sink_logits")]
+    plain = [x for x in OPTION_NAMES if x not in ("mask", "score", "seed", "k_lengths", "sink_logits")]
     assert [getattr(back, x) for x in plain] == [getattr(given, x) for x in plain] and back.k_lengths == [5, 6]
     for wrong in ('{"mask": {"tables": [], "nodes": [["system", "bool", [], null]]}}',
                   '{"mask": {"tables": [], "nodes": [["lt", "bool", [], null]]}}'):  # fmt: skip

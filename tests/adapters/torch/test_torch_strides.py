@@ -19,7 +19,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.autograd import operators as ops
 from speedlight.autograd.forms import text_of
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 from speedlight.torch import kernel_choice
 
 pytestmark = pytest.mark.usefixtures("one_kernel")

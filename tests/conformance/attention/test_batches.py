@@ -17,7 +17,7 @@ from speedlight.cpu.runtime.tuned import tuning_of
 from speedlight.host.machine import current_isa, level2_bytes
 from speedlight.problem.build import from_arrays
 from speedlight.problem.operands import Dense, Rows
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 pytestmark = pytest.mark.usefixtures("one_width")  # test_attention.py has sinks and lengths in panels of any width
 SINKS = np.array([0.5, -3.0, 20.0, -np.inf])

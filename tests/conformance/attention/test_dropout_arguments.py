@@ -9,7 +9,7 @@ from problems import qkv
 
 import speedlight as sl
 from speedlight.calls import dense
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 
 # --- seeds
 

@@ -23,7 +23,7 @@ from speedlight.distributed.groups import Message
 from speedlight.distributed.plans import Sharded, schedule_of
 from speedlight.distributed.tensors import common
 from speedlight.problem.build import from_arrays
-from speedlight.problem.problem import Options
+from speedlight.problem.options import Options
 from speedlight.problem.shardings import SHARDS, positions, tokens
 
 
