@@ -7,6 +7,7 @@ from typing import Any
 
 from ..expressions.patterns import prefix, window
 from ..expressions.tracing import Expression
+from .options import Causal
 from .problem import TILE
 
 PIECE = 256  # tokens that a windowed cache takes at a time
@@ -86,8 +87,8 @@ class Ring:
             slots.update(self.slot(n) for n in range(first, min(total, old + self.size)))  # then its own come round
         return sorted(slots)
 
-    def mask(self, causal: bool) -> Expression | None:
-        """Returns the mask of the window, for queries that causality does, or does not, hide from later keys anyway."""
+    def mask(self, causal: Causal) -> Expression | None:
+        """Returns the mask of the window; with `causal` it hides keys after the query, too."""
         if self.window is None:
             return None
         limits = window(self.window - 1, 0 if causal else None)

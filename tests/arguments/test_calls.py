@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import itertools
+import pickle
 import random
 import re
+import typing
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +22,7 @@ import speedlight.torch
 from speedlight import front
 from speedlight.calls import dense
 from speedlight.host.memo import Memo
-from speedlight.problem.options import DEFAULTS, OPTION_NAMES, Options
+from speedlight.problem.options import DEFAULTS, OPTION_NAMES, AllOptions, Options, new_options
 
 
 def own(function) -> dict[str, object]:
@@ -27,8 +31,43 @@ def own(function) -> dict[str, object]:
     return {x.name: x.default for x in found if x.kind is x.KEYWORD_ONLY}
 
 
+def test_the_record_of_a_call_has_the_options_of_the_list():
+    """Each has the type and the default of the list; `lengths` are those of queries and keys."""
+    types, defaults = typing.get_type_hints(AllOptions), dict(DEFAULTS)
+    del types["lengths"], defaults["lengths"]
+    assert typing.get_type_hints(Options) == types
+    assert {x.name: x.default for x in dataclasses.fields(Options)} == defaults
+    assert list(OPTION_NAMES) == list(defaults)
+
+
+@pytest.mark.parametrize("make", [Options, new_options])
+def test_the_record_of_a_call_is_a_frozen_dataclass(make):
+    options = make(causal=True, scale=0.5, mask=sl.window(3, 0))
+    for name in ("causal", "seed"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+            setattr(options, name, False)
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot delete field '{name}'"):
+            delattr(options, name)
+    for alike in (
+        Options(causal=True, scale=0.5, mask=sl.window(3, 0)),
+        dataclasses.replace(Options(causal=True, scale=2.0, mask=sl.window(3, 0)), scale=0.5),
+        copy.copy(options),
+        pickle.loads(pickle.dumps(make(causal=True, scale=0.5))),
+        copy.deepcopy(options),
+    ):
+        same = dataclasses.replace(alike, mask=options.mask)
+        assert type(alike) is type(options) is Options and same == options and same is not options
+        assert hash(same) == hash(options) and repr(same) == repr(options) and same.key() == options.key()
+    assert options != make(causal=True) and not hasattr(options, "__dict__")
+    assert repr(options).startswith("Options(mask=") and "causal=True" in repr(options)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(make(q_lengths=[3]))
+    for wrong in ((True,), ()):
+        with pytest.raises(TypeError, match=r"Options\.__init__\(\)"):
+            make(*wrong, **({} if wrong else {"casual": True}))
+
+
 def test_every_option_is_offered_with_its_default():
-    assert {*DEFAULTS} == {*OPTION_NAMES, "lengths"}
     for function in (
         sl.attention, sl.attention_backward, sl.plan, speedlight.torch.attention, sl.reference.attention,
     ):  # fmt: skip
@@ -39,7 +78,7 @@ def test_every_option_is_offered_with_its_default():
 
 
 def test_every_option_reaches_the_problem_under_its_own_name(monkeypatch):
-    """attention() spells options out, in the order of the list, since that takes half the time."""
+    """attention() spells options out, since that takes half the time."""
     for name in OPTION_NAMES:
         found = []
         monkeypatch.setattr(front, "_compute", lambda q, k, v, options, *more: found.append(options))  # noqa: B023

@@ -138,7 +138,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an array of any rows is known for any number of keys",
-        "problem/options.py",
+        "problem/option_keys.py",
         " > 1 and shape[-2] in (1, rows):",
         " > 1:",
         "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",

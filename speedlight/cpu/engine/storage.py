@@ -216,7 +216,7 @@ class CacheStorage:
         """Prepares a piece's call: the problem is checked, nothing is written."""
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
-        stored = self.shape.stored(piece.after, hiding=self.ring.mask(bool(options.causal)))
+        stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
         return self._prepare(from_stored(q, stored, replace(options, q_lengths=piece.counts)), q, out_strides)
 
     def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
