@@ -33,20 +33,19 @@ def room_of(module: str) -> str | None:
 
 
 @functools.cache
-def imports() -> dict[str, tuple[set[str], set[str]]]:
-    """Returns the modules that each module imports, and those that it imports as it runs, not for types."""
+def imports() -> dict[str, set[str]]:
+    """Returns the modules that each module imports, in functions and for types, too."""
     found = {}
     for own, path in MODULES.items():
         tree, is_package = ast.parse(path.read_text()), path.name == "__init__.py"
-        everything = imported(tree, own, is_package) & set(MODULES)
-        found[own] = everything, imported(without_types(tree), own, is_package) & set(MODULES)
+        found[own] = imported(tree, own, is_package) & set(MODULES)
     return found
 
 
 def imports_between_rooms() -> dict[tuple[str, str], list[str]]:
     """Returns, of each pair of rooms, the modules of the first that import the second."""
     found: dict[tuple[str, str], list[str]] = {}
-    for own, (targets, _) in imports().items():
+    for own, targets in imports().items():
         here = room_of(own)
         for there in {room_of(x) for x in targets} - {None, here}:
             if here is not None and there is not None:
@@ -99,15 +98,9 @@ def imported(tree: ast.Module, own: str, is_package: bool) -> set[str]:
 
 
 def test_no_files_import_each_other():
-    """Files of a room build on each other one way, too, but for those that name a type."""
-    edges = {a: {b for b in run - {a} if room_of(a) == room_of(b)} for a, (_, run) in imports().items()}
+    """Files of a room build on each other one way, too, and so do the types that they name."""
+    edges = {a: {b for b in found - {a} if room_of(a) == room_of(b)} for a, found in imports().items()}
     graphlib.TopologicalSorter(edges).prepare()  # raises where there is a circle
-
-
-def without_types(tree: ast.Module) -> ast.Module:
-    """A module as it runs: without what `if TYPE_CHECKING:` imports."""
-    tree.body = [x for x in tree.body if not (isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING")]
-    return tree
 
 
 @pytest.mark.parametrize(
