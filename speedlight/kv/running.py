@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import engines
 from ..arrays.array import describe
-from ..arrays.dtypes import CODES
-from ..host.machine import current_isa
 from ..problem.problem import Options
 from ..problem.results import Results
 from ..problem.tokens import Batch, Piece
@@ -25,7 +22,7 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
     Everything is checked before anything is stored.
     """
     first = pieces[0]
-    if storage.steps is not None and len(pieces) == 1 and first.counts is query.out is None:
+    if storage.prepares_steps and len(pieces) == 1 and first.counts is query.out is None:
         q, options = query.given[0], query.options
         step = storage.step(q, query.q, first.after, options)
         if step is not None:
@@ -53,7 +50,7 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
 
 def _are_all_new(storage: Any, query: Query, pieces: list[Piece]) -> bool:
     """Returns whether all that queries see, through a ring's window, is in the caller's arrays."""
-    if storage.name != "cpu" or storage.shape.dtype in CODES or any(pieces[0].before):
+    if not storage.attends_new or any(pieces[0].before):
         return False
     return all([piece.counts is None for piece in pieces])
 
@@ -64,26 +61,25 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     arrays: q, or q, k and v, or k and v, which are only stored.
     """
     storage, held = cache._storage, cache._held[layer]
-    steps, (lengths, written) = storage.steps, held
-    if steps is None or type(return_lse) is not bool:
+    lengths, written = held
+    if not storage.prepares_steps or type(return_lse) is not bool:
         return None
     can_learn = not return_lse and len(arrays) != 2
-    if can_learn and steps.replays is not None:
+    if can_learn and storage.steps.replays is not None:
         result = _run_known(cache, layer, held, arrays, options)
         if result is not None:
             return result
-    found = storage.checked_step(lengths, arrays, options)
+    found = storage.find_step(len(lengths), arrays, options)
     if found is None:
         return None
     step, addresses = found
     n, seed = step.new, options.seed_word()
+    if not step.fits(lengths, n):
+        return None
     if cache._ring.size and n > SPARE:
         return None  # so many may write over tokens that are promised, which are to be kept meanwhile
     if can_learn and type(arrays[0]) is not np.ndarray:
-        machine = engines.threads_now(), current_isa().name
-        replays = engines.cpu().replays()
-        if replays.learn_step(steps, arrays, options, machine, step, cache.capacity):
-            steps.replays = replays
+        storage.learn_step(step, arrays, options)
     if not n:
         return step.step(storage.addresses[layer], arrays[0], addresses, lengths, lengths, return_lse, seed)
     totals = [x + n for x in lengths]

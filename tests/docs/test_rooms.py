@@ -72,6 +72,48 @@ def test_rooms_and_imports_are_few():
     assert len([pair for pair in imports_between_rooms() if "" not in pair]) <= 135
 
 
+def asked_about_devices(tree: ast.Module) -> list[str]:
+    """Returns what a module asks about devices: comparisons with their names, and the engine of one of them."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=left, comparators=others):
+                names = {x.value for y in (left, *others) for x in ast.walk(y) if isinstance(x, ast.Constant)}
+                asks = bool(names & {"cpu", "cuda"})
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.alias(name=name):
+                asks = name in {"cpu", "gpu", "is_on_gpu", "CacheStorage", "PoolStorage", "CpuEngine", "GpuEngine"}
+            case ast.match_case(pattern=pattern):
+                asks = any(isinstance(x, ast.Constant) and x.value in ("cpu", "cuda") for x in ast.walk(pattern))
+            case _:
+                asks = False
+        if asks:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_accounts_of_caches_never_ask_which_device():
+    """kv/ asks a storage what it can do, so that another engine needs no change there."""
+    found = {
+        own: asked_about_devices(ast.parse(path.read_text())) for own, path in MODULES.items() if room_of(own) == "kv"
+    }
+    assert len(found) > 5 and not [x for x in found.items() if x[1]]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if storage.device == 'cpu': pass",
+        "x = storage.name not in ('cuda', 'other')",
+        "from ..engines import is_on_gpu",
+        "from .. import engines\nengines.cpu().replays()",
+        "isinstance(storage, CacheStorage)",
+        "match device:\n    case 'cpu':\n        pass",
+    ],
+)
+def test_every_way_to_ask_which_device_is_seen(source):
+    assert asked_about_devices(ast.parse(source))
+
+
 def imported(tree: ast.Module, own: str, is_package: bool) -> set[str]:
     """Modules of the package that a module imports, in whatever way it says so, relative to the package."""
     found = set()

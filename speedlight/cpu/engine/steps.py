@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ...host.forks import importing
 from ...host.memo import Memo
 from ...problem.prepared import Prepared, key_of
 from ...problem.problem import Options
@@ -47,3 +48,12 @@ class Steps:
     def made(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Returns what is kept under a key, made now if it is not there."""
         return _prepared.made((*key, get_threads(), self.form), make)
+
+
+@functools.cache
+def load_replays() -> Any:
+    """Returns the calls of PyTorch's tensors that machine code repeats."""
+    with importing:
+        from ..runtime.replay import replays
+
+    return replays
