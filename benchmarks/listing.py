@@ -12,6 +12,7 @@ from speedlight.cpu.kernels.row_scores import score, score_heads
 from speedlight.cpu.kernels.row_weights import value_tiles, weigh
 from speedlight.cpu.language.vector import Module
 from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.products.outer_gradients import into_keys, into_queries, product_tile
 from speedlight.cpu.products.product import outer_product_of, product_of
 from speedlight.cpu.runtime.compile import compile_ir
 
@@ -57,12 +58,12 @@ def hot_listing(s: Shape) -> str:
             product.predicated_tile(module)
         case "backward":
             product = outer_product_of(s)
-            product.product_tile(module)
+            product_tile(product, module)
             Weights(module, s, last=True).function()
             for predicated in (False, True):
-                product.into_queries(module, predicated=predicated)
+                into_queries(product, module, predicated=predicated)
             for rows, vectors in s.tiles.gradients:
-                product.into_keys(module, rows, vectors)
+                into_keys(product, module, rows, vectors)
         case _:
             score(module, s)
             weigh(module, s)

@@ -1,82 +1,26 @@
-"""The engines: which one takes a call, and what each offers; they are loaded when they are first needed."""
+"""The engines: which one takes a call; they are loaded when they are first needed."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .arrays.memory import Array
 from .errors import ArgumentError, UnsupportedError, how_to_install, shown
 from .host.forks import importing
 from .host.machine import interpreting
 from .problem.checks import device_name
-from .problem.operands import Dense, PagedKeys, PageTables, Rows, Strides
+from .problem.engine import Engine
+from .problem.operands import Strides
 from .problem.problem import Problem
-from .problem.results import Results
 from .problem.signatures import public
 
 if TYPE_CHECKING:
+    from .cpu.engine.cpu_engine import CpuEngine
+    from .gpu.gpu_engine import GpuEngine
     from .problem.plan import Plan
-
-
-class Engine(Protocol):
-    """Computation on devices of a kind. Everything is checked before it comes here, but for what an engine lacks."""
-
-    def attend(
-        self, problem: Problem, rows: Rows, keys: Dense | PagedKeys, results: Results, precision: str = "ieee"
-    ) -> Any:
-        """Fills the results; returns a prepared call that can run again at other addresses, or None."""
-        ...
-
-    def backward(self, request: Any, layout: str, stated: Any, operands: Any, precision: str = "ieee") -> Any:
-        """Prepares a backward call."""
-        ...
-
-    def append(
-        self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any
-    ) -> Any:
-        """Stores new tokens in the caller's pages, behind those of each sequence."""
-        ...
-
-    def merge(self, outs: list[Array], lses: list[Array]) -> tuple[Any, Any]:
-        """Merges states of the same queries over disjoint keys into a new out and lse."""
-        ...
-
-    def read_tables(self, block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str) -> PageTables:
-        """Reads a block table and lengths of the caller's, as attend() takes them."""
-        ...
-
-    def storage(self) -> Any:
-        """Loads the module of CacheStorage and PoolStorage: the tokens of caches and pools."""
-        ...
-
-    def plan(
-        self, problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False,
-        backward: bool = False,
-    ) -> Plan:  # fmt: skip
-        """Plans a call, or a backward call, on a device."""
-        ...
-
-
-class Host(Engine, Protocol):
-    """What the CPU offers beside: calls that are prepared and run again."""
-
-    def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> Any:
-        """Prepares a call that can run again."""
-        ...
-
-    def planner(self, *, backward: bool) -> Any:
-        """Returns the module that plans calls, or backward calls."""
-        ...
-
-    read: Callable[..., tuple[Any, bytes] | None]  # what arrays are, and where they lie: problem/prepared.py
-
-    def machine(self) -> tuple[int, str]:
-        """Returns the number of threads and the vector unit of a call now."""
-        ...
 
 
 def of(device: str) -> Engine:
@@ -89,25 +33,25 @@ def of(device: str) -> Engine:
 
 
 @functools.lru_cache(maxsize=1)
-def cpu() -> Host:
+def cpu() -> CpuEngine:
     """Returns the CPU's engine."""
     with importing:
-        from .cpu.engine import cpu_engine
+        from .cpu.engine.cpu_engine import ENGINE
 
-    return cpu_engine
+    return ENGINE
 
 
-def gpu(name: str = "q", way: str = "arrays on the CPU") -> Any:
-    """Returns the GPUs' engine, with what it alone has; `name`: the argument that asks for it; `way`: one without."""
+def gpu(name: str = "q", way: str = "arrays on the CPU") -> GpuEngine:
+    """Returns the GPUs' engine; `name`: the argument that asks for it; `way`: one without."""
     try:
         with importing:
-            from .gpu import gpu_engine
+            from .gpu.gpu_engine import ENGINE
     except ImportError as error:
         raise UnsupportedError(
             f"{name}: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). Run "
             f"{how_to_install('gpu')}, or use {way}."
         ) from None
-    return gpu_engine
+    return ENGINE
 
 
 def by_name(device: Any) -> Engine:

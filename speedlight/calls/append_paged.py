@@ -78,14 +78,15 @@ def append_paged(
     _check_target(pages_k, pages_v)
     for x, target in ((new_k, pages_k), (new_v, pages_v)):
         _check_like(x, target)
-    on_gpu, pages, new = engines.is_on_gpu(engine, pages_k), (pages_k, pages_v), (new_k, new_v)
-    there = engines.gpu().resident_tables(block_table, k_lengths, pages_k.device) if on_gpu else None
+    own = engines.of("cuda" if engines.is_on_gpu(engine, pages_k) else "cpu")
+    pages, new = (pages_k, pages_v), (new_k, new_v)
+    there = own.resident_tables(block_table, k_lengths, pages_k.device)
     if there is not None:
         table, lengths = there
         _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
         for x in pages:
             tell_written(x)
-        return engines.gpu().append(pages, new, ours, table, lengths, new_lengths)
+        return own.append(pages, new, ours, table, lengths, new_lengths)
     table = block_table_of(block_table)
     _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
     counts = _counts(new_lengths, ours, len(table), new_k)
@@ -96,7 +97,7 @@ def append_paged(
     now = _convert_lengths(k_lengths, [a + b for a, b in zip(before, counts, strict=True)])
     for x in pages:
         tell_written(x)
-    engines.of("cuda" if on_gpu else "cpu").append(pages, new, ours, table, list(before), counts)
+    own.append(pages, new, ours, table, list(before), counts)
     return now
 
 

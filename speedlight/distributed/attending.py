@@ -212,8 +212,7 @@ class Given(NamedTuple):
         widened, axes = check_together(k, v, q), LAYOUTS[options.layout]
         heads = q.shape[axes[-3]], k.shape[axes[-3]]
         sizes = Problem(q.dtype, *heads, q.shape[-1], v.shape[-1], (), (), (), 0, False, 1.0, widened=widened)
-        engines.gpu().check(sizes, q.device, options.precision)
-        engines.gpu().check_tables(tables_in(options), q.device)
+        engines.gpu().check(sizes, q.device, options.precision, tables_in(options))
 
     def _check_together(self, options: Options) -> None:
         """Raises unless the arguments go together."""

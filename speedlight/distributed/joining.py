@@ -41,21 +41,22 @@ class _Rows:
 
     def __init__(self, here: RankContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.here, self.q, self.engine = here, q, engines.gpu()
+        self.joining = self.engine.joining()
         self.packed, plan = here.sharded.whole.cu_q is not None, here.plan
         self.out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         self.lse = q.new_empty([q.shape[a] for a in LAYOUTS[here.layout][:-1]], dtype=torch.float32)
         self.places = places(here.runs)
-        self._prepare(self.engine.arrays_of(k, v, here.layout))
+        self._prepare(self.engine.keys_of(k, v, here.layout))
         works = [work for works in plan.works for work in works]
         several = {work.run for work in works if not self._in_one_call(work)} | set(plan.unseeing)
         self.state = self.part = None
         if several:
             acc = self.out if q.dtype == torch.float32 else self.out.new_empty(self.out.shape, dtype=torch.float32)
-            self.state = self.engine.State(acc, self.lse.new_empty((*self.lse.shape, 2)))
+            self.state = self.joining.State(acc, self.lse.new_empty((*self.lse.shape, 2)))
             longest = max([len(here.runs[run]) for run in several])
             shape = [longest if d == here.dim else n for d, n in enumerate(self.out.shape)]
             lse = self.lse.new_empty((*self.lse.shape[:-1], longest))
-            self.part = self.engine.Found(self.out.new_empty(shape, dtype=torch.float32), lse)
+            self.part = self.joining.Found(self.out.new_empty(shape, dtype=torch.float32), lse)
 
     def _prepare(self, keys: Any) -> None:
         """Prepares the calls of all parts, and the endings of all runs; kept from call to call."""
@@ -76,15 +77,14 @@ class _Rows:
         whole, alone = self.here.sharded.whole.problem, self._in_one_call(work)
         rows = None if whole.rows is None else len(self.here.runs[work.run])
         problem = replace(part.problem, partial=False, rows=rows, sinks=part.problem.sinks if alone else None)
-        firsts = {n: None if x is None else (*x, 0) for n, x in (("cu_q", part.q_first), ("cu_k", part.k_first))}
-        return self.engine.prepare(problem, self.here.layout, str(self.q.device), keys, **firsts)
+        return self.engine.prepare(problem, self.here.layout, self.q.device, keys, part.q_first, part.k_first)
 
     def _ending(self, run: int) -> Any:
         """Returns what joins the rows of a run last: sinks, and the number of rows that are no padding."""
         whole, device = self.here.sharded.whole.problem, self.q.device
         sinks = None if whole.sinks is None else torch.tensor(whole.sinks, dtype=torch.float32).to(device)
         counts = None if whole.rows is None else torch.tensor(self.here.queries(run), dtype=torch.int64).to(device)
-        return self.engine.Ending(sinks, counts)
+        return self.joining.Ending(sinks, counts)
 
     def _in_one_call(self, work: Work) -> bool:
         """Returns whether rows meet all of their keys in one call, which ends them; packed ones may meet none in it."""
@@ -92,9 +92,10 @@ class _Rows:
 
     def step(self, tensors: tuple[torch.Tensor, ...], works: tuple[Work, ...], at: int) -> None:
         """Computes with the keys and values of a step, which are not kept after it."""
-        keys = self.engine.arrays_of(*tensors, self.here.layout)
+        k, v = tensors
+        keys = self.engine.keys_of(k, v, self.here.layout)
         for work in works:
-            into = self._of_run(self.engine.Found(self.out, self.lse), work.run)
+            into = self._of_run(self.joining.Found(self.out, self.lse), work.run)
             if not self._in_one_call(work):
                 into = self._of_run(self.part, work.run, at=0)
             if self.packed:  # a part has some sequences
@@ -111,15 +112,15 @@ class _Rows:
         assert self.state is not None
         acc, stats = self.state
         at = self.places[run]
-        state = self.engine.State(self._narrowed(acc, run), stats.narrow(stats.ndim - 2, at, len(self.here.runs[run])))
-        into = self._of_run(self.engine.Found(self.out, self.lse), run)
+        state = self.joining.State(self._narrowed(acc, run), stats.narrow(stats.ndim - 2, at, len(self.here.runs[run])))
+        into = self._of_run(self.joining.Found(self.out, self.lse), run)
         ending = self.here.prepared["endings"][run]
-        self.engine.joined(self.here.layout, part, state, into, ending, begins=begins, ends=ends)
+        self.joining.joined(self.here.layout, part, state, into, ending, begins=begins, ends=ends)
 
     def _of_run(self, found: Any, run: int, at: int | None = None) -> Any:
         """Returns views of a run's rows, which begin at `at`."""
         at, count = self.places[run] if at is None else at, len(self.here.runs[run])
-        return self.engine.Found(found.out.narrow(self.here.dim, at, count), found.lse.narrow(-1, at, count))
+        return self.joining.Found(found.out.narrow(self.here.dim, at, count), found.lse.narrow(-1, at, count))
 
     def _narrowed(self, x: torch.Tensor, run: int) -> torch.Tensor:
         return x.narrow(self.here.dim, self.places[run], len(self.here.runs[run]))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ..problem.checks import MOST
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..problem.results import Results
+from ..problem.storage import Lengths, Storage
 from ..problem.tokens import Batch, Moves, Piece, TokenShape
 from ..problem.windows import PIECE, Ring
 from .launch import capturing, start
@@ -45,38 +47,21 @@ def _slots(owners: list[int], slots: list[int], device: torch.device) -> tuple[A
     return torch.tensor(owners, device=device), slice(None), torch.tensor(slots, device=device)
 
 
-def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
-    old = _slots(moves.from_owner, moves.from_slot, self.device)
-    new = _slots(moves.to_owner, moves.to_slot, self.device)
-    for part in self.rows[layer].parts:
-        part[new] = part[old]  # of which this is a copy
-
-
-def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
-    """Copies what moves write over, for put_back(), beside a cache's lengths, without waiting."""
-    known = isinstance(self, CacheStorage)
-    if not moves.to_slot:
-        return (self.lengths.tensor[layer].clone() if known else lengths), None, []
-    if capturing():
-        raise UnsupportedError("keep: a CUDA graph cannot replay it; which tokens move would be the same every time.")
-    where = _slots(moves.to_owner, moves.to_slot, self.device)
-    return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in self.rows[layer].parts]
-
-
-class DeviceLengths:
+class DeviceLengths(Lengths):
     """Lengths of a KVCache's sequences on the device, [layer, sequence].
 
     Kernels read and advance them; the host's copy in kv/ checks every eager call. Replays of a CUDA graph advance the
     device's alone: once a graph has captured a step, the host asks the device.
     """
 
+    may_wait = True
+
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
         self.tensor, self.arrived = (torch.zeros((layers, batch), dtype=torch.int32, device=device) for _ in range(2))
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.capacity, self.captured = capacity, False  # captured: a graph has seen this cache
 
-    def check_capture(self, lengths: dict[str, Any]) -> None:
-        """Raises for what a CUDA graph cannot replay, while one is captured."""
+    def check_capture(self, lengths: Mapping[str, Any]) -> None:
         if not capturing():
             return
         for name, x in lengths.items():
@@ -90,7 +75,6 @@ class DeviceLengths:
             )
 
     def is_ahead(self) -> bool:
-        """Returns whether they may be ahead of the host's, and may be read."""
         return self.captured and not capturing()
 
     def read(self) -> list[list[int]]:
@@ -98,41 +82,76 @@ class DeviceLengths:
         return self.tensor.tolist()
 
     def has_overflowed(self) -> bool:
-        """Returns whether a replayed step exceeded the capacity since the last call."""
         if not int(self.status.item()):
             return False
         self.status.zero_()
         return True
 
     def set(self, lengths: list[list[int]]) -> None:
-        """Stores the host's."""
         self.tensor.copy_(torch.as_tensor(lengths, dtype=torch.int32))
 
 
-class CacheStorage:
-    """The tokens of a KVCache, token by token, and their lengths."""
+class TensorStorage(Storage):
+    """Base of both storages of a GPU: tokens lie in tensors."""
 
-    steps = None  # none is prepared to run again: the device takes longer than the checks
-    move, before_moves = _move, _before_moves
-
-    def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
-        self.shape, self.batch, self.capacity, self.ring = shape, batch, capacity, ring
-        self.device = device_of(device)
-        self.name = "cuda" if interpreting() else str(self.device)
-        tokens = ring.tokens or capacity
-        self.rows = [Rows(shape, batch, tokens, self.device, tokens_first=False) for _ in range(shape.layers)]
+    def __init__(self, shape: TokenShape, owners: int, tokens: int, device: Any, *, tokens_first: bool) -> None:
+        """Reserves memory of so many tokens for each sequence or page."""
+        self.shape = shape
+        self.device: torch.device = device_of(device)
+        self.rows = [Rows(shape, owners, tokens, self.device, tokens_first=tokens_first) for _ in range(shape.layers)]
         self.token_bytes = self.rows[0].token_bytes
-        self.lengths = DeviceLengths(shape.layers, batch, capacity, self.device)
 
     # --- arguments
 
     def received(self, x: Any, name: str) -> tuple[torch.Tensor, str]:
-        """New tokens, and the name of their dtype."""
-        a = described(x, name, self.device)
+        a = self._described(x, name)
         return a.tensor, a.dtype
 
     def query(self, q: Any) -> Array:
-        return described(q, "q", self.device)
+        return self._described(q, "q")
+
+    def _described(self, x: Any, name: str) -> Array:
+        """Describes a tensor, which must lie on the device."""
+        return described(x, name, self.device)
+
+    # --- moves, and rollback
+
+    def move(self, layer: int, moves: Moves) -> None:
+        old = _slots(moves.from_owner, moves.from_slot, self.device)
+        new = _slots(moves.to_owner, moves.to_slot, self.device)
+        for part in self.rows[layer].parts:
+            part[new] = part[old]  # of which this is a copy
+
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> _Undo:
+        """Copies what moves write over, beside lengths, for put_back(), without waiting."""
+        if capturing():
+            raise UnsupportedError(
+                "keep: a CUDA graph cannot replay it; which tokens move would be the same every time."
+            )
+        where = _slots(moves.to_owner, moves.to_slot, self.device)
+        return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in self.rows[layer].parts]
+
+    def put_back(self, undo: dict[int, _Undo]) -> None:
+        for layer, (_, where, below) in undo.items():
+            for part, x in zip(self.rows[layer].parts, below, strict=False):  # where nothing moved, there are none
+                part[where] = x
+
+
+class CacheStorage(TensorStorage):
+    """Tokens of a KVCache, token by token, and their lengths.
+
+    No step is prepared to run again: the device takes longer than the checks.
+    """
+
+    attends_new = False
+
+    def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
+        super().__init__(shape, batch, ring.tokens or capacity, device, tokens_first=False)
+        self.batch = batch
+        self.capacity = capacity
+        self.ring = ring
+        self.name = "cuda" if interpreting() else str(self.device)
+        self.lengths = DeviceLengths(shape.layers, batch, capacity, self.device)
 
     # --- tokens in and out
 
@@ -187,12 +206,15 @@ class CacheStorage:
         below = [x[where] for x in self.rows[layer].parts] if slots else []
         return torch.tensor(lengths, dtype=torch.int32), where, below
 
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> _Undo:
+        if not moves.to_slot:
+            return self.lengths.tensor[layer].clone(), None, []
+        return super().before_moves(layer, lengths, moves)
+
     def put_back(self, undo: dict[int, _Undo]) -> None:
-        """Puts back what each layer had before."""
-        for layer, (lengths, where, below) in undo.items():
+        for layer, (lengths, _, _) in undo.items():
             self.lengths.tensor[layer].copy_(lengths)
-            for part, x in zip(self.rows[layer].parts, below, strict=False):
-                part[where] = x
+        super().put_back(undo)
 
     # --- attending
 
@@ -222,33 +244,21 @@ class CacheStorage:
         prepare(call.problem, "bhld", str(self.device), keys).run(q.tensor[rows], keys, out, part)
 
 
-class PoolStorage:
-    """The tokens of a PagePool. A sequence's table is the list of its pages, which each call uploads."""
-
-    steps = None
-    move, before_moves = _move, _before_moves
+class PoolStorage(TensorStorage):
+    """Tokens of a PagePool. A sequence's table is the list of its pages, which each call uploads."""
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
-        self.shape, self.page_size, self.page_count = shape, page_size, pages
-        self.device = device_of(device)
-        self.rows = [Rows(shape, pages, page_size, self.device, tokens_first=True) for _ in range(shape.layers)]
-        self.token_bytes = self.rows[0].token_bytes
+        super().__init__(shape, pages, page_size, device, tokens_first=True)
+        self.page_size = page_size
+        self.page_count = pages
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
-
-    def received(self, x: Any, name: str) -> tuple[torch.Tensor, str]:
-        """New tokens, and the name of their dtype."""
-        a = self._described(x, name)
-        return a.tensor, a.dtype
-
-    def query(self, q: Any) -> Array:
-        return self._described(q, "q")
 
     def _described(self, x: Any, name: str) -> Array:
         if capturing():
             raise UnsupportedError(
                 "PagePool: a CUDA graph cannot hand out pages. Use attention_paged() with tables of your own there."
             )
-        return described(x, name, self.device)
+        return super()._described(x, name)
 
     # --- tables
 
@@ -281,12 +291,6 @@ class PoolStorage:
             planes = [to_numpy(x[used]).swapaxes(0, 1) for x in self.rows[layer].planes(index)]
             both.append([x.reshape(1, x.shape[0], -1, x.shape[3])[:, :, :n] for x in planes])
         return both[0], both[1]
-
-    def put_back(self, undo: dict[int, _Undo]) -> None:
-        """Puts back what each layer had before."""
-        for layer, (_, where, below) in undo.items():
-            for part, x in zip(self.rows[layer].parts, below, strict=True):
-                part[where] = x
 
     def put(self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
         """New tokens, one sequence's after the other's."""

@@ -84,7 +84,7 @@ class KVCache:
         keep_first: int = 0,
         device: Any = "cpu",
     ) -> None:
-        engine = by_name(device).storage()
+        engine = by_name(device)
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         sizes |= {"capacity": capacity, "window": window, "keep_first": keep_first}
         self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(**sizes)
@@ -93,7 +93,7 @@ class KVCache:
         self._ring = ring_of(self.window, self.keep_first)
         room = None if window else self.capacity
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
-        self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
+        self._storage = engine.cache_storage(shape, self.batch, self.capacity, self._ring, device)
         # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
         self._held: list[Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers being written to
@@ -104,7 +104,7 @@ class KVCache:
         without = ("window", "keep_first") if self.window is None else ("capacity",)
         given = ", ".join(f"{n}={x}" for n, x in self._sizes().items() if n not in without)
         # used_bytes would wait for the device
-        last = f"{self.used_bytes:,} bytes used" if self.device == "cpu" else f"device='{self.device}'"
+        last = f"device='{self.device}'" if self._storage.lengths.may_wait else f"{self.used_bytes:,} bytes used"
         return f"KVCache({given}, dtype={self.dtype!r}, {last})"
 
     def _repr_html_(self) -> str:
@@ -173,9 +173,10 @@ class KVCache:
             CacheFull: a replayed step did not fit. It stored nothing, and its output means nothing.
         """
         on_device = self._storage.lengths
-        if on_device is None:
+        found = on_device.read()
+        if found is None:
             return
-        pairs = zip(on_device.read(), self._held, strict=True)
+        pairs = zip(found, self._held, strict=True)
         self._held = [(lengths, list(map(max, written, lengths))) for lengths, (_, written) in pairs]
         if on_device.has_overflowed():
             free = self.capacity - max(max(lengths) for lengths, _ in self._held)
@@ -187,13 +188,13 @@ class KVCache:
 
     def _now(self) -> list[Lengths]:
         """Returns the lengths; waits for the device if a replayed CUDA graph may have advanced them."""
-        if self._storage.lengths is not None and self._storage.lengths.is_ahead():
+        if self._storage.lengths.is_ahead():
             self.synchronize()
         return self._held
 
     def after_fork(self) -> None:
         """In the child: claims of the parent's threads are dropped, and their unfinished writes rolled back."""
-        if self.device == "cpu":  # a child has no other device
+        if self._storage.survives_fork:
             for undo in self._undo.values():
                 self._storage.put_back(undo)
         self._claims, self._undo = set(), {}
@@ -212,7 +213,7 @@ class KVCache:
         if new_lengths is None and run_again(self, layer, given, PLAIN, False) is not None:
             return
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
-        if new_lengths is None and self._storage.steps is not None:
+        if new_lengths is None and self._storage.prepares_steps:
             self._storage.remember_put(given, k, v, counts, PLAIN)
         self._grow(layer, k, v, counts, None)
 
@@ -299,8 +300,7 @@ class KVCache:
 
     def _read(self, layer: int, query: Query) -> Any:
         """Computes what queries see of the stored tokens."""
-        if self._storage.lengths is not None:
-            self._storage.lengths.check_capture({"q_lengths": query.lengths})
+        self._storage.lengths.check_capture({"q_lengths": query.lengths})
         lengths, written = self._now()[layer]
         piece = piece_of(query, lengths, lengths, written, self._ring)
         return attend_pieces(self._storage, layer, query, [piece], None, None)
@@ -345,8 +345,7 @@ class KVCache:
             if not 0 <= n <= now:
                 raise ArgumentError(f"lengths: expected 0 to {now}, the tokens of sequence {item}; got {n}.")
         self._held[layer] = counts, list(counts)
-        if self._storage.lengths is not None:
-            self._storage.lengths.set([lengths for lengths, _ in self._held])
+        self._storage.lengths.set([lengths for lengths, _ in self._held])
 
     # --- shrinking and copying
 
@@ -408,8 +407,7 @@ class KVCache:
         held = self._now()
         self._storage.copy_to(new._storage, indices, [list(map(self._ring.held, *pair)) for pair in held])
         lengths = [([n[i] for i in indices], [w[i] for i in indices]) for n, w in held]
-        if new._storage.lengths is not None:
-            new._storage.lengths.set([n for n, _ in lengths])
+        new._storage.lengths.set([n for n, _ in lengths])
         new._held = lengths
         return new
 

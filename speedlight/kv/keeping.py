@@ -138,8 +138,7 @@ def shorten(cache: Any, find_left: Callable[[], Left]) -> None:
                 undo[layer] = before
         for layer in range(cache.layers if moves.to_slot else 0):
             storage.move(layer, moves)
-        if storage.lengths is not None:
-            storage.lengths.set([lengths] * cache.layers)
+        storage.lengths.set([lengths] * cache.layers)
         cache._held = after
 
     transact(cache, set(range(cache.layers)), change, undo)

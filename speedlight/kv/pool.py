@@ -76,7 +76,7 @@ class PagePool:
         value_dim: int | None = None,
         device: Any = "cpu",
     ) -> None:
-        engine = by_name(device).storage()
+        engine = by_name(device)
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = checked_sizes(sizes)
@@ -86,7 +86,8 @@ class PagePool:
         self.dtype = cache_dtype(dtype)
         room = self.pages * self.page_size
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
-        self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail
+        # first: the reservation may fail
+        self._storage = engine.pool_storage(shape, self.pages, self.page_size, device)
         self._held: dict[int, Held] = {}  # by the number of the handle
         # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
         # without a lock, and no signal can come between. Whoever needs pages next releases what it held.
@@ -190,7 +191,7 @@ class PagePool:
         """In the child: claims of the parent's threads are dropped, pages that they had taken are free, and what they
         had begun to move is back.
         """
-        if self._storage.device == "cpu":  # a child has no other device
+        if self._storage.survives_fork:
             for undo in self._undo.values():
                 self._storage.put_back(undo)
         if self._claims:
@@ -316,8 +317,8 @@ class PagePool:
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         given = (k, v)
-        steps = self._storage.steps is not None and new_lengths is None
-        found = self._storage.checked_step(len(sequences), given, PLAIN) if steps else None
+        steps = self._storage.prepares_steps and new_lengths is None
+        found = self._storage.find_step(len(sequences), given, PLAIN) if steps else None
         if found is not None:
             return self._grow(layer, sequences, Packed(found[0].counts, k, v, step=found))
         k, v = packed_tokens(self._storage, k, v, None)
@@ -391,9 +392,9 @@ class PagePool:
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         given = Options.of_step(k is not None, "lhd", options)
         arrays = (q,) if k is v is None else (q, k, v)
-        usual = new_lengths is q_lengths is out is None and self._storage.steps is not None
+        usual = new_lengths is q_lengths is out is None and self._storage.prepares_steps
         if usual and type(return_lse) is bool:
-            found = self._storage.checked_step(len(sequences), arrays, given)
+            found = self._storage.find_step(len(sequences), arrays, given)
             if found is not None:
                 counts, query = found[0].counts, Query(arrays, None, given, return_lse, None)
                 packed = Packed(counts, k, v, query, counts, usual, found)

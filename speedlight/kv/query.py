@@ -128,8 +128,7 @@ def padded_tokens(
     n_new = k.shape[2]
     if v.shape[2] != n_new:
         raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
-    if storage.lengths is not None:
-        storage.lengths.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
+    storage.lengths.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
     return k, v, new_counts(new_lengths, batch, n_new)
 
 

@@ -22,7 +22,7 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
     Everything is checked before anything is stored.
     """
     first = pieces[0]
-    if storage.steps is not None and len(pieces) == 1 and first.counts is query.out is None:
+    if storage.prepares_steps and len(pieces) == 1 and first.counts is query.out is None:
         q, options = query.given[0], query.options
         step = storage.step(q, query.q, first.after, options)
         if step is not None:
@@ -50,7 +50,7 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
 
 def _are_all_new(storage: Any, query: Query, pieces: list[Piece]) -> bool:
     """Returns whether all that queries see, through a ring's window, is in the caller's arrays."""
-    if storage.name != "cpu" or storage.shape.dtype in CODES or any(pieces[0].before):
+    if not storage.attends_new or any(pieces[0].before):
         return False
     return all([piece.counts is None for piece in pieces])
 
@@ -62,13 +62,15 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     """
     storage, held = cache._storage, cache._held[layer]
     lengths, written = held
-    if storage.steps is None or type(return_lse) is not bool:
+    if not storage.prepares_steps or type(return_lse) is not bool:
         return None
-    found = storage.checked_step(lengths, arrays, options)
+    found = storage.find_step(len(lengths), arrays, options)
     if found is None:
         return None
     step, places = found
     n, store = step.new, storage.addresses[layer]
+    if not step.fits(lengths, n):
+        return None
     how: Any = {"return_lse": return_lse, "seed": options.seed_word(), "store": store}
     if cache._ring.size and n > SPARE:
         return None  # so many may write over tokens that are promised, which are to be kept meanwhile

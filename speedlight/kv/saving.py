@@ -107,8 +107,7 @@ def opened(path: Path, made: Callable[..., Any]) -> Any:
     storage = cache._storage
     for layer, (keys, values) in enumerate(content.parts):
         storage.fill(layer, keys, values)
-    if storage.lengths is not None:
-        storage.lengths.set([lengths for lengths, _ in content.held])
+    storage.lengths.set([lengths for lengths, _ in content.held])
     cache._held = content.held
     return cache
 

@@ -132,9 +132,11 @@ def _where(parts: dict[str, Any], path: Any, missed: bool) -> str:
 
 def _tune_gpu(dtype: str, head_dim: int, kind: str, turns: int, *, as_json: bool) -> None:
     """Prints the tiles: what gpu/tiles.py should say for this device."""
-    engine.gpu("device", "device='cpu'").device_of("cuda")
+    engine.gpu("device", "device='cpu'")
+    from ..gpu.rows import device_of
     from . import gpu_tiles
 
+    device_of("cuda")
     with progress("tiles", None):
         measured = gpu_tiles.tune(dtype, head_dim, kind, turns)
     if as_json:

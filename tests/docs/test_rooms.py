@@ -33,20 +33,19 @@ def room_of(module: str) -> str | None:
 
 
 @functools.cache
-def imports() -> dict[str, tuple[set[str], set[str]]]:
-    """Returns the modules that each module imports, and those that it imports as it runs, not for types."""
+def imports() -> dict[str, set[str]]:
+    """Returns the modules that each module imports, in functions and for types, too."""
     found = {}
     for own, path in MODULES.items():
         tree, is_package = ast.parse(path.read_text()), path.name == "__init__.py"
-        everything = imported(tree, own, is_package) & set(MODULES)
-        found[own] = everything, imported(without_types(tree), own, is_package) & set(MODULES)
+        found[own] = imported(tree, own, is_package) & set(MODULES)
     return found
 
 
 def imports_between_rooms() -> dict[tuple[str, str], list[str]]:
     """Returns, of each pair of rooms, the modules of the first that import the second."""
     found: dict[tuple[str, str], list[str]] = {}
-    for own, (targets, _) in imports().items():
+    for own, targets in imports().items():
         here = room_of(own)
         for there in {room_of(x) for x in targets} - {None, here}:
             if here is not None and there is not None:
@@ -71,6 +70,48 @@ def test_imports_run_one_way():
 def test_rooms_and_imports_are_few():
     assert len(ROOMS) <= 27
     assert len([pair for pair in imports_between_rooms() if "" not in pair]) <= 135
+
+
+def asked_about_devices(tree: ast.Module) -> list[str]:
+    """Returns what a module asks about devices: comparisons with their names, and the engine of one of them."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=left, comparators=others):
+                names = {x.value for y in (left, *others) for x in ast.walk(y) if isinstance(x, ast.Constant)}
+                asks = bool(names & {"cpu", "cuda"})
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.alias(name=name):
+                asks = name in {"cpu", "gpu", "is_on_gpu", "CacheStorage", "PoolStorage", "CpuEngine", "GpuEngine"}
+            case ast.match_case(pattern=pattern):
+                asks = any(isinstance(x, ast.Constant) and x.value in ("cpu", "cuda") for x in ast.walk(pattern))
+            case _:
+                asks = False
+        if asks:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_accounts_of_caches_never_ask_which_device():
+    """kv/ asks a storage what it can do, so that another engine needs no change there."""
+    found = {
+        own: asked_about_devices(ast.parse(path.read_text())) for own, path in MODULES.items() if room_of(own) == "kv"
+    }
+    assert len(found) > 5 and not [x for x in found.items() if x[1]]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if storage.device == 'cpu': pass",
+        "x = storage.name not in ('cuda', 'other')",
+        "from ..engines import is_on_gpu",
+        "from .. import engines\nengines.cpu().replays()",
+        "isinstance(storage, CacheStorage)",
+        "match device:\n    case 'cpu':\n        pass",
+    ],
+)
+def test_every_way_to_ask_which_device_is_seen(source):
+    assert asked_about_devices(ast.parse(source))
 
 
 def imported(tree: ast.Module, own: str, is_package: bool) -> set[str]:
@@ -99,15 +140,9 @@ def imported(tree: ast.Module, own: str, is_package: bool) -> set[str]:
 
 
 def test_no_files_import_each_other():
-    """Files of a room build on each other one way, too, but for those that name a type."""
-    edges = {a: {b for b in run - {a} if room_of(a) == room_of(b)} for a, (_, run) in imports().items()}
+    """Files of a room build on each other one way, too, and so do the types that they name."""
+    edges = {a: {b for b in found - {a} if room_of(a) == room_of(b)} for a, found in imports().items()}
     graphlib.TopologicalSorter(edges).prepare()  # raises where there is a circle
-
-
-def without_types(tree: ast.Module) -> ast.Module:
-    """A module as it runs: without what `if TYPE_CHECKING:` imports."""
-    tree.body = [x for x in tree.body if not (isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING")]
-    return tree
 
 
 @pytest.mark.parametrize(

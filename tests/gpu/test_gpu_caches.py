@@ -16,11 +16,14 @@ from problems import numpy_dtype
 from tolerance import plain
 
 import speedlight as sl
+from speedlight import engines
 from speedlight.arrays.files import read_arrays, read_metadata
 from speedlight.cpu.engine import storage as cpu_storage
 from speedlight.gpu import launch
 from speedlight.gpu import storage as gpu_storage
 from speedlight.gpu.rows import Destination, Tokens
+from speedlight.problem.engine import Engine
+from speedlight.problem.storage import Storage
 from speedlight.problem.windows import SPARE
 
 
@@ -296,14 +299,25 @@ def test_devices_by_torch():
 
 @pytest.mark.parametrize("name", ["CacheStorage", "PoolStorage"])
 def test_both_engines_keep_tokens_by_the_same_methods(name):
-    """kv/ knows no other difference than which of the two it made."""
+    """kv/ knows no other difference than what they say that they can do."""
     methods = []
+    # of steps that are prepared, of a ring's first chunk and of large pages: those of the CPU's, which it says it has
+    own = {"find_step", "step", "remember", "remember_put", "learn_step", "attend_new", "expect"}
     for kind in (getattr(cpu_storage, name), getattr(gpu_storage, name)):
-        # of steps that are prepared, of a ring's first chunk and of large pages: those of the CPU's
-        own = {"checked_step", "step", "remember", "remember_put", "attend_new", "expect"}
-        public = {n: getattr(kind, n) for n in {*vars(kind)} - own if n[0] != "_" and callable(getattr(kind, n))}
+        assert issubclass(kind, Storage) and not inspect.isabstract(kind)
+        public = {n: f for n, f in inspect.getmembers(kind, inspect.isfunction) if n[0] != "_" and n not in own}
         methods.append({n: [x for x in inspect.signature(f).parameters if x != "self"] for n, f in public.items()})
-    assert methods[0] == methods[1] and {"received", "query", "put", "tokens", "attend"} <= set(methods[0])
+        assert {n for n in own if hasattr(kind, n)} <= (own if kind.prepares_steps else set())
+    assert methods[0] == methods[1] and {"received", "query", "put", "tokens", "attend", "move"} <= set(methods[0])
+
+
+def test_both_engines_are_one():
+    """The callers of engines.of() know no other difference than where arrays lie."""
+    for kind in (type(engines.of("cpu")), type(engines.of("cuda"))):
+        assert issubclass(kind, Engine)
+        for n in Engine.__abstractmethods__:
+            ours, base = (list(inspect.signature(getattr(x, n)).parameters) for x in (kind, Engine))
+            assert ours == base, n
 
 
 SAVED = [

@@ -1,19 +1,20 @@
 """The tokens of caches and pools in memory, and the calls that read them there.
 
-`gpu/storage.py` has the same two classes with the same methods. Lengths, pages and claims are the business of kv/.
+`gpu/storage.py` has the same two classes with the same methods.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...arrays.array import describe
-from ...arrays.dtypes import numpy_dtype
+from ...arrays.dtypes import CODES, numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
@@ -23,6 +24,7 @@ from ...problem.options import Options
 from ...problem.prepared import Prepared
 from ...problem.problem import SPAN, TILE, Problem, spans_of
 from ...problem.results import Results
+from ...problem.storage import Lengths, Storage
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import Ring
 from ..memory.blocks import LARGE_PAGE, make_stores
@@ -38,38 +40,94 @@ _ALL = slice(None)
 _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
 
 
-def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
-    """Returns new tokens, and the name of their dtype."""
-    if type(x) is not np.ndarray or not x.dtype.isnative:
-        x = describe(x, name).numpy()
-    return x, x.dtype.name
+@functools.cache
+def _numbers(pages: int) -> np.ndarray:
+    """Returns the list of pages of every sequence of a cache: they lie one after another."""
+    return np.arange(pages + SLACK, dtype=np.int64)
 
 
-def _query(q: Any) -> Array:
-    return describe(q, "q")
+class BlockStorage(Storage):
+    """Base of both storages of the CPU: tokens lie in blocks of memory, and repeated steps are prepared."""
 
+    device = "cpu"
+    prepares_steps = True
+    survives_fork = True
+    steps: Steps
+    blocks: Blocks
 
-def _remember_put(
-    self: CacheStorage | PoolStorage, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int],
-    options: Options,
-) -> None:  # fmt: skip
-    """Keeps the call for new tokens that were checked, as many of each sequence as by default; `given`: as the caller
-    has them.
-    """
-    if any(counts):
-        self.steps.keep(Prepared(None, self._put_of(k, v, counts)), given, options)
+    def __init__(self, shape: TokenShape, blocks: tuple[int, int, int], *, together: bool) -> None:
+        """Reserves memory; blocks, together: as make_stores() has them."""
+        self.shape = shape
+        self.isa = current_isa()
+        self.keys, self.values = make_stores(shape, blocks, together=together)
+        self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
+        self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
 
+    # --- arguments
 
-def _put_of(
-    self: CacheStorage | PoolStorage, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0
-) -> AppendCall:
-    """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie."""
+    def received(self, x: Any, name: str) -> tuple[np.ndarray, str]:
+        if type(x) is not np.ndarray or not x.dtype.isnative:
+            x = describe(x, name).numpy()
+        return x, x.dtype.name
 
-    def make() -> AppendCall:
-        new = [self._new(x, store.memory, counts) for x, store in ((k, self.keys[0]), (v, self.values[0]))]
-        return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
+    def query(self, q: Any) -> Array:
+        return describe(q, "q")
 
-    return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+    # --- steps
+
+    def find_step(
+        self, sequences: int, tensors: tuple[Any, ...], options: Options
+    ) -> tuple[Prepared, bytes] | None:
+        """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
+
+        Each sequence must have as many new tokens and queries as by default. Returns None if there is no such step.
+        """
+        return self.steps.find(sequences, tensors, options)
+
+    def remember_put(
+        self, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int], options: Options
+    ) -> None:
+        """Keeps the call for new tokens that were checked, as many of each sequence as by default.
+
+        given: as the caller has them.
+        """
+        if any(counts):
+            self.steps.keep(Prepared(None, self._put_of(k, v, counts)), given, options)
+
+    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
+        """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie."""
+
+        def make() -> AppendCall:
+            new_keys = self._new(k, self.keys[0].memory, counts)
+            new_values = self._new(v, self.values[0].memory, counts)
+            return AppendCall(self.blocks, new_keys, new_values, counts, get_threads(), heads)
+
+        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+
+    @abstractmethod
+    def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
+        """Describes where new keys or values of each sequence lie, and where its memory begins."""
+
+    # --- moves, and rollback
+
+    def move(self, layer: int, moves: Moves) -> None:
+        self.keys[layer].move(moves)
+        self.values[layer].move(moves)
+
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> _Undo | None:
+        if not moves.to_slot:
+            return None
+        return self._copied_blocks(layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
+
+    def _copied_blocks(self, layer: int, where: Any) -> _Undo:
+        """Copies blocks that will be written over, for put_back()."""
+        return where, self.keys[layer].memory[where], self.values[layer].memory[where]
+
+    def put_back(self, undo: dict[int, _Undo]) -> None:
+        """Restores each layer; in a forked child, what another thread of the parent had begun to write over."""
+        for layer, (where, keys, values) in undo.items():
+            self.keys[layer].memory[where] = keys
+            self.values[layer].memory[where] = values
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -77,50 +135,20 @@ def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
     return np.empty((*q.shape[:-1], value_dim), numpy_dtype(q.dtype)).strides
 
 
-def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
-    for store in (self.keys[layer], self.values[layer]):
-        store.move(moves)
+class CacheStorage(BlockStorage):
+    """Tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
-
-def _blocks(self: CacheStorage | PoolStorage, layer: int, where: Any) -> _Undo:
-    """Copies blocks that will be written over, for put_back()."""
-    return where, self.keys[layer].memory[where], self.values[layer].memory[where]
-
-
-def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo | None:
-    """Copies what moves write over, for put_back(); None where nothing moves."""
-    if not moves.to_slot:
-        return None
-    return _blocks(self, layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
-
-
-def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
-    """Restores each layer; in a forked child, what another thread of the parent had begun to write over."""
-    for layer, (where, keys, values) in undo.items():
-        self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
-
-
-@functools.cache
-def _numbers(pages: int) -> np.ndarray:
-    """Returns the list of pages of every sequence of a cache: they lie one after another."""
-    return np.arange(pages + SLACK, dtype=np.int64)
-
-
-class CacheStorage:
-    """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
-
-    device = name = "cpu"
-    lengths = None  # only the host has them
-    received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
+    name = "cpu"
+    lengths = Lengths()  # the host alone has them
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
-        self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
-        blocks = (batch, shape.kv_heads, -(-(ring.tokens or capacity) // BLOCK))
-        self.keys, self.values = make_stores(shape, blocks, together=False)
-        self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
-        self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
-        self.pages, self.large_from = self._pages(), LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1
+        super().__init__(shape, (batch, shape.kv_heads, -(-(ring.tokens or capacity) // BLOCK)), together=False)
+        self.batch = batch
+        self.capacity = capacity
+        self.ring = ring
+        self.attends_new = shape.dtype not in CODES  # codes are to be read as the cache has them
+        self.pages = self._pages()
+        self.large_from = LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
         self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
@@ -170,7 +198,6 @@ class CacheStorage:
             self._put_of(k, v, part).start((k_at, v_at, *self.addresses[layer]), slots)
 
     def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
-        """Says where new keys or values of each sequence lie, and where its memory begins."""
         item, head, row, column = x.strides
         items, to = ([i * step for i in range(self.batch)] for step in (item, memory.strides[0]))
         return New(x.dtype.name, head, row, column, items, to)
@@ -208,7 +235,7 @@ class CacheStorage:
         """Copies what lies in slots that will be written over, for put_back(); None where there are none."""
         if not slots:
             return None
-        return _blocks(self, layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
+        return self._copied_blocks(layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
 
     # --- attending
 
@@ -243,16 +270,6 @@ class CacheStorage:
         known, arrays = options.key(), [(x.shape, x.strides, x.dtype) for x in (q, of_k, of_v, results.out)]
         call = make() if known is None else self.steps.made(("new", known, *arrays), make)
         call.run(q.address, of_k.address, of_v.address, results.out.address, results.lse_address, options.seed_word())
-
-    def checked_step(
-        self, lengths: list[int], tensors: tuple[Any, ...], options: Options
-    ) -> tuple[Prepared, bytes] | None:
-        """Returns a step that was checked before, for any lengths of these spans, and where its arrays lie."""
-        found = self.steps.find(self.batch, tensors, options)
-        if found is None:
-            return None
-        step = found[0]
-        return found if step.fits(lengths, step.new) else None
 
     def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> Prepared | None:
         """A step for queries of this form, checked; `given`: as the caller has them."""
@@ -305,30 +322,22 @@ class _Table:
         self.numbers, self.address = numbers, numbers.ctypes.data
 
 
-class PoolStorage:
-    """The tokens of a PagePool. To the kernels a page is a block; a sequence's table has the number of each block.
+class PoolStorage(BlockStorage):
+    """Tokens of a PagePool. To the kernels a page is a block; a sequence's table has the number of each block.
 
     Blocks are numbered through heads, so that one number times a block's bytes leads there.
     """
 
-    device = "cpu"
-    received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
-
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
-        self.shape, self.page_size, self.isa = shape, page_size, current_isa()
+        self.page_size = page_size
         self.page_blocks = page_size // BLOCK  # of each head
         self.step = shape.kv_heads * self.page_blocks  # numbers from one page to the next
-        memory = (pages, shape.kv_heads, self.page_blocks)
-        self.keys, self.values = make_stores(shape, memory, together=True)
-        self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
+        super().__init__(shape, (pages, shape.kv_heads, self.page_blocks), together=True)
         k, v = self.keys[0], self.values[0]
-        self.token_bytes = shape.kv_heads * (k.row + v.row)
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
-        self.checked_step = self.steps.find
 
     # --- tables
 
@@ -384,7 +393,7 @@ class PoolStorage:
             self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 
     def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
-        """Says where new keys or values of each sequence lie: one's after the other's; tables tell where they go."""
+        # one's after the other's; tables tell where they go
         row, head, column = x.strides
         first = [n * row for n in itertools.accumulate(counts, initial=0)]
         return New(x.dtype.name, head, row, column, first[:-1], [0] * len(counts))

@@ -20,6 +20,7 @@ from ..language.vector import I1, I64, Function, Module, Value, Variable
 from ..memory.records import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, SUMS, GradientItem, apart, together
 from ..memory.shape import Shape
 from ..memory.words import Words
+from ..products.outer_gradients import into_keys, into_queries
 from ..products.product import outer_product_of
 from .gradient_blocks import PairParts, PairWork
 from .gradient_rows import add_partial, clear, load_panel, store_panel
@@ -35,10 +36,10 @@ class _Parts(PairParts):
         super().__init__(s, "backward")
         m, product = self.module, outer_product_of(s)
         self.clear, self.add = clear(m, s), add_partial(m, s)
-        self.into_queries = [product.into_queries(m, predicated=x) for x in (False, True)]
-        self.into_keys = {n: product.into_keys(m, rows, n) for rows, n in s.tiles.gradients}
-        self.into_keys_exactly = product.into_keys(m, 2, 1, exactly=True)
-        self.into_keys_predicated = product.into_keys(m, 2, 1, predicated=True)
+        self.into_queries = [into_queries(product, m, predicated=x) for x in (False, True)]
+        self.into_keys = {n: into_keys(product, m, rows, n) for rows, n in s.tiles.gradients}
+        self.into_keys_exactly = into_keys(product, m, 2, 1, exactly=True)
+        self.into_keys_predicated = into_keys(product, m, 2, 1, predicated=True)
         self.load_panel = load_panel(m, s)
         self.store_sums = store_panel(m, s, s.sums)
         self.store_rows = store_panel(m, s, s.storage) if s.narrows_gradients else self.store_sums

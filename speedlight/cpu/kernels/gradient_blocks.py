@@ -13,6 +13,7 @@ from ...problem.problem import QUERY_BLOCK
 from ..language.vector import I1, I32, Function, Module, Value
 from ..memory.records import QUERY_ENDS, QUERY_LANES
 from ..memory.shape import Shape
+from ..products.outer_gradients import product_tile
 from ..products.product import outer_product_of
 from .dropping import drop_factors
 from .gradient_rows import copy_vectors, multiply_vectors, stage_across, stage_rows
@@ -37,7 +38,8 @@ class PairParts:
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.pack, self.stage, self.copy = pack_queries(m, s), stage_rows(m, s), copy_vectors(m, s)
         self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
-        self.product_tile, self.delta = outer_product_of(s).product_tile(m), dot_of_panels(m, s)
+        self.product_tile = product_tile(outer_product_of(s), m)
+        self.delta = dot_of_panels(m, s)
         self.per_query_streams = per_query_streams(program) if program else []
         self.prefetch_addresses = prefetch_addresses(m, s, program) if self.per_query_streams else None
         self.expression = expression_tile(m, s, program) if program else None

@@ -18,9 +18,8 @@ from ..language import conversions
 from ..language.prototypes import prototype
 from ..language.vector import F32, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.records import TILE
-from ..memory.shape import Shape
-from .bf16_pairs import Bf16Pairs
-from .outer import VALUE, Check, Fetch, arrange_queries
+from .bf16_pairs import Bf16Pairs, PairUnits
+from .outer import VALUE, Check, Fetch
 from .packing import TILE_WORDS, split_pairs, stage_lanes, stage_rows
 from .tile_registers import ROWS, Amx, Registers, Software, flushed, multiply
 
@@ -50,19 +49,11 @@ class _Sum:
         return self.total.get()
 
 
-class AmxTiles:
-    """The product of bf16 on tile registers. Fma says what each method is for."""
+class AmxTiles(PairUnits):
+    """Product of bf16 on tile registers. OuterProduct says what each method is for."""
 
-    units_per_load, sleeps, arrange_queries = 1, True, arrange_queries
+    sleeps = True
     flops_of_step = 2 * ROWS * ROWS * _CHUNK
-    exp2_terms, exp2_error, row_weight = Bf16Pairs.exp2_terms, Bf16Pairs.exp2_error, Bf16Pairs.row_weight
-    load_units, load_unit, gather_values = Bf16Pairs.load_units, Bf16Pairs.load_unit, Bf16Pairs.gather_values
-    key_runs, each_unit, load_keys = Bf16Pairs.key_runs, Bf16Pairs.each_unit, Bf16Pairs.load_keys
-    value_row, load_values, pack_weights = Bf16Pairs.value_row, Bf16Pairs.load_values, Bf16Pairs.pack_weights
-    drop_weights, drop_row, seen_bits = Bf16Pairs.drop_weights, Bf16Pairs.drop_row, Bf16Pairs.seen_bits
-
-    def __init__(self, s: Shape) -> None:
-        self.s, self.pairs, self.halves = s, Bf16Pairs(s).pairs, Bf16Pairs(s).halves
 
     def new_sum(self, k: Function, start: Value) -> _Sum:
         return _Sum(k, start)
@@ -154,6 +145,9 @@ class AmxTiles:
             both.append(x if pairs is None else k.select(key < p["count"], x, k.const(0, words)))
         return both[0] | (both[1] << 16)
 
+    def arrange_queries(self, k: Function, panel: Value, units: Value) -> None:
+        """Leaves packed queries as they are: registers read them so."""
+
     def _row_blocks(self) -> list[list[int]]:
         """Returns the first rows of the blocks that are multiplied at once, of 32: all, or of wide panels half."""
         return [[0, ROWS]] if self.s.vectors < 3 else [[0], [ROWS]]
@@ -222,9 +216,10 @@ class AmxTiles:
         return k.i64(0), k.select(finite, steps, k.i64(0))
 
     def value_tile(self, module: Module) -> Any:
-        """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], over whole chunks of
-        keys; weights past the last are made zeros. As outer.value_tile, of all steps. Sums are added after the next
-        block's are on their way, as scores are checked.
+        """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], over chunks of keys.
+
+        Takes all steps of OuterProduct.value_tile; weights past the last key are made zeros. Sums are added after the
+        next block's are on their way, as scores are checked.
         """
         s, u = self.s, self._registers(module)
         k = module.function("value_tile", prototype(VALUE))

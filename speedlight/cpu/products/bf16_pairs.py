@@ -1,12 +1,13 @@
-"""The dot instruction of AVX-512: a unit is two neighbouring bf16, and a step is total + a₁b₁ + a₀b₀; subnormals read
-as 0.
+"""Units of two neighbouring bf16, and their product by AVX-512's dot instruction.
 
-Queries and keys are paired along head_dim, weights and values along keys; a missing partner is 0.
+Queries and keys are paired along head_dim, weights and values along keys; a missing partner is 0. A step of the
+instruction is total + a₁b₁ + a₀b₀; it reads subnormals as 0.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..language.functions import like
 from ..language.vector import BF16, I16, I32, Function, Module, Value, vec
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
-from . import outer, outer_gradients
+from .outer import OuterProduct
 from .packing import KeyRun, each_unit, pair_rows, stage_lanes, stage_rows
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
@@ -25,30 +26,20 @@ ONES = 0x3F803F80  # a pair of bf16
 _HALVES = 0xFFFF, -65536  # the bits of its elements
 
 
-class Bf16Pairs:
-    """The product of bf16 where the dot instruction is faster than f32. Fma says what each method is for."""
+class PairUnits(ABC):
+    """Base of the products whose units are pairs of bf16: how these are loaded, packed and hidden."""
 
-    score_groups, value_tile, predicated_tile = outer.score_groups, outer.value_tile, outer.predicated_tile
-    new_sum, values_from, whole_steps = outer.new_sum, outer.values_from, outer.whole_steps
-    joint_steps, settle = outer.joint_steps, outer.settle
-    flushed, registers, keep_awake = outer.flushed, outer.registers, outer.keep_awake
-    multiply_often, arrange_queries = outer.multiply_often, outer.arrange_queries
-    column_offset, step_offset = outer.column_offset, outer.step_offset
-    sleeps = False  # keep_awake() is needed
-    product_tile, into_queries = outer_gradients.product_tile, outer_gradients.into_queries
-    into_keys = outer_gradients.into_keys
     units_per_load = 1
     exp2_terms, exp2_error = _EXP2, 1.02e-4  # where P becomes bf16
-    row_weight: ir.Type = I16
 
     def __init__(self, s: Shape) -> None:
-        self.s, self.pairs, self.halves = s, vec(BF16, 2 * s.lanes), vec(I16, 2 * s.lanes)
-        self.flops_of_step = 4 * s.lanes
+        self.s = s
+        self.pairs = vec(BF16, 2 * s.lanes)
+        self.halves = vec(I16, 2 * s.lanes)
 
-    def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
-        """Returns total + a·b over both elements of the units."""
-        dot = "llvm.x86.avx512bf16.dpbf16ps.512"
-        return k.intrinsic(dot, self.s.vector, total, a.bits(self.pairs), b.bits(self.pairs))
+    @abstractmethod
+    def pack_row(self, k: Function, weights: list[Value]) -> Value:
+        """Packs two vectors of weights one after another as units side by side."""
 
     # --- rows of q, keys and values
 
@@ -63,12 +54,6 @@ class Bf16Pairs:
         low = k.zext(k.load(I16, row, t * 2 * column), I32)
         high = k.zext(k.load(I16, row, k.min(second, count - 1) * column), I32)
         return low | k.select(second < count, high << 16, k.const(0, I32))
-
-    def stage_tiles(self, module: Module) -> tuple[Any, Any]:
-        rows = stage_rows(self, module)
-        if self.s.cached:  # which has units of several keys in a row already
-            return stage_lanes(self, module), rows
-        return rows, pair_rows(module, self.s)
 
     def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:
         low, high = (k.zext(k.load(vec(I16, self.s.lanes), row, column * 2), self.s.ivector) for row in rows)
@@ -93,22 +78,15 @@ class Bf16Pairs:
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
         return [self.load_units(k, rows[0], column) if self.s.cached else self.gather_values(k, rows, column)]
 
-    # --- weights, rounded to nearest even
+    # --- weights
+
+    @property
+    def row_weight(self) -> ir.Type:
+        return I16
 
     def pack_weights(self, k: Function, weights: list[Value]) -> Value:
         words, n = self.pack_row(k, weights), self.s.lanes
         return k.shuffle(words, words, [lane + n * half for lane in range(n) for half in (0, 1)]).bits(self.s.ivector)
-
-    def pack_row(self, k: Function, weights: list[Value]) -> Value:
-        low, high = weights
-        return k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", self.pairs, high, low).bits(self.halves)
-
-    def round_elements(self, k: Function, x: Value) -> Value:
-        kind = vec(BF16, self.s.lanes)
-        return k.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", kind, x).bits(vec(I16, self.s.lanes))
-
-    def add_weights(self, k: Function, unit: Value, total: Value) -> Value:
-        return self.multiply_add(k, k.const(ONES, self.s.ivector), unit, total)
 
     def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
         every = k.const(-1, self.s.ivector)
@@ -138,10 +116,6 @@ class Bf16Pairs:
         ]
         return halves[0] | halves[1]
 
-    def multiply_add_seen(self, k: Function, value: Value, weight: Value, total: Value, seen: Value) -> Value:
-        some = ((seen << 16) | seen) < 0  # as a sign: LLVM then makes it the multiply-add's own mask
-        return k.select(some, self.multiply_add(k, value & seen, weight & seen, total), total)
-
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
         low, high = (
             k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32))
@@ -154,3 +128,41 @@ class Bf16Pairs:
         odd = (full & 1).differs(0)
         odd = odd if self.s.cached else odd & ((full < end) | (end < count))
         return k.select(odd, full - 1, full)
+
+
+def add_seen_pairs(product: OuterProduct, k: Function, value: Value, weight: Value, total: Value, seen: Value) -> Value:
+    """Returns multiply_add() of pairs in lanes that see either element, else total; `seen`: bits that are visible."""
+    some = ((seen << 16) | seen) < 0  # as a sign: LLVM then makes it the multiply-add's own mask
+    return k.select(some, product.multiply_add(k, value & seen, weight & seen, total), total)
+
+
+class Bf16Pairs(PairUnits, OuterProduct):
+    """Product of bf16 where the dot instruction is faster than f32."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__(s)
+        self.flops_of_step = 4 * s.lanes
+
+    def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
+        dot = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return k.intrinsic(dot, self.s.vector, total, a.bits(self.pairs), b.bits(self.pairs))
+
+    def multiply_add_seen(self, k: Function, value: Value, weight: Value, total: Value, seen: Value) -> Value:
+        return add_seen_pairs(self, k, value, weight, total, seen)
+
+    def stage_tiles(self, module: Module) -> tuple[Any, Any]:
+        rows = stage_rows(self, module)
+        if self.s.cached:  # which has units of several keys in a row already
+            return stage_lanes(self, module), rows
+        return rows, pair_rows(module, self.s)
+
+    def pack_row(self, k: Function, weights: list[Value]) -> Value:
+        low, high = weights
+        return k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", self.pairs, high, low).bits(self.halves)
+
+    def round_elements(self, k: Function, x: Value) -> Value:
+        kind = vec(BF16, self.s.lanes)
+        return k.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", kind, x).bits(vec(I16, self.s.lanes))
+
+    def add_weights(self, k: Function, unit: Value, total: Value) -> Value:
+        return self.multiply_add(k, k.const(ONES, self.s.ivector), unit, total)

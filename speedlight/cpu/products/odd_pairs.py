@@ -20,10 +20,9 @@ from ..language.prototypes import prototype
 from ..language.vector import BF16, I16, I32, PTR, Function, Module, Value, Variable, vec
 from ..memory.records import BLOCK, TILE
 from ..memory.shape import Shape
-from . import outer
-from .bf16_pairs import ONES, Bf16Pairs
+from .bf16_pairs import ONES, PairUnits, add_seen_pairs
 from .odd_dots import dot, outer_dot
-from .outer import VALUE, Check, Fetch
+from .outer import VALUE, Check, Fetch, OuterProduct, Sums, each_sum, end_sums, new_sums, start_sums
 from .packing import TILE_WORDS
 
 ROWS = 8  # keys, or columns of values, that are multiplied at once
@@ -34,25 +33,18 @@ _WORDS, _HALVES = vec(I32, 4), vec(I16, 8)
 _HALF = (0, 1, 4, 5), (2, 3, 6, 7)  # of two vectors, side by side
 
 
-class OddPairs:
-    """The product of bf16 on Arm. Fma says what each method is for."""
-
-    predicated_tile, new_sum, joint_steps = outer.predicated_tile, outer.new_sum, outer.joint_steps
-    settle, flushed, registers, keep_awake = outer.settle, outer.flushed, outer.registers, outer.keep_awake
-    units_per_load, sleeps = 1, False
-    exp2_terms, exp2_error, row_weight = Bf16Pairs.exp2_terms, Bf16Pairs.exp2_error, Bf16Pairs.row_weight
-    load_units, load_unit, key_runs = Bf16Pairs.load_units, Bf16Pairs.load_unit, Bf16Pairs.key_runs
-    gather_values, load_values, value_row = Bf16Pairs.gather_values, Bf16Pairs.load_values, Bf16Pairs.value_row
-    each_unit, load_keys, pack_weights = Bf16Pairs.each_unit, Bf16Pairs.load_keys, Bf16Pairs.pack_weights
-    drop_weights, drop_row, whole_keys = Bf16Pairs.drop_weights, Bf16Pairs.drop_row, Bf16Pairs.whole_keys
-    seen_lanes, seen_bits, multiply_add_seen = Bf16Pairs.seen_lanes, Bf16Pairs.seen_bits, Bf16Pairs.multiply_add_seen
+class OddPairs(PairUnits, OuterProduct):
+    """Product of bf16 on Arm."""
 
     def __init__(self, s: Shape) -> None:
-        self.s, self.pairs, self.halves = s, Bf16Pairs(s).pairs, Bf16Pairs(s).halves
+        super().__init__(s)
         self.flops_of_step = 8 * s.lanes
 
     def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
         return dot(k, self.s.isa.is_native, a, b, total)
+
+    def multiply_add_seen(self, k: Function, value: Value, weight: Value, total: Value, seen: Value) -> Value:
+        return add_seen_pairs(self, k, value, weight, total, seen)
 
     def multiply_often(self, k: Function, a: Value, b: Value, sums: Sequence[Variable]) -> None:
         for total in sums:
@@ -61,10 +53,10 @@ class OddPairs:
     # --- weights, rounded to nearest even
 
     def pack_row(self, k: Function, weights: list[Value]) -> Value:
-        low, high = (self._narrow(k, x) for x in weights)
+        low, high = (self.round_elements(k, x) for x in weights)
         return k.shuffle(low, high, range(2 * self.s.lanes))
 
-    def _narrow(self, k: Function, x: Value) -> Value:
+    def round_elements(self, k: Function, x: Value) -> Value:
         if self.s.isa.is_native:
             return k.narrow(x, vec(BF16, 4)).bits(vec(I16, 4))
         return conversions.narrowed(k, "bf16", x)
@@ -181,7 +173,7 @@ class OddPairs:
 
     # --- tiles
 
-    def _multiply(self, k: Function, sums: outer.Sums, steps: tuple[Value, Value], rows: Value, panel: Value) -> None:
+    def _multiply(self, k: Function, sums: Sums, steps: tuple[Value, Value], rows: Value, panel: Value) -> None:
         """Adds quads, from and to, of ROWS rows times a panel, to squares [row / 2][query / 2]."""
         s = self.s
 
@@ -205,10 +197,10 @@ class OddPairs:
         s, p = self.s, k.p
         with k.range(0, p["n_keys"], ROWS) as j:
             fetch(j)
-            sums = _squares(k, outer.new_sums(k, s, ROWS))
+            sums = _squares(k, new_sums(k, s, ROWS))
             self._multiply(k, sums, (k.i64(0), p["units"] // 2), k.at(p["keys"], j * p["key_row"]), p["q_panel"])
             scores, found = k.at(p["scores"], j * s.row_bytes), _rows(k, sums)
-            for m, v, x in outer.each_sum(found):
+            for m, v, x in each_sum(found):
                 k.store(x.get(), scores, m * s.row_bytes + s.lane_offset(v))
             with k.either(j + ROWS <= p["n_keys"]) as (whole, rest):
                 with whole:
@@ -236,19 +228,19 @@ class OddPairs:
         return clear, clear + ((full - clear) & -2)
 
     def value_tile(self, module: Module) -> Any:
-        """As outer.value_tile; makes weights quads first, in place."""
+        """Sums as OuterProduct.value_tile does; makes weights quads first, in place."""
         s, k = self.s, module.function("value_tile", prototype(VALUE))
         p = k.p
         with k.range(p["first"], p["end"], 2) as t:
             self._interleave(k, k.at(p["weights"], t * s.row_bytes))
         with k.range(0, p["width"], ROWS) as column:
-            total = outer.new_sums(k, s, ROWS)
+            total = new_sums(k, s, ROWS)
             if s.hides:
                 with k.when(p["first"] > 0):
-                    outer.start_sums(k, s, total, p["partial"], column, k.i64(s.row_bytes))
+                    start_sums(k, s, total, p["partial"], column, k.i64(s.row_bytes))
             sums, rows = _squares(k, total), k.at(p["values"], column // ROWS * _COLUMNS)
             self._multiply(k, sums, (p["first"] // 2, p["end"] // 2), rows, p["weights"])
-            outer.end_sums(k, s, column, _rows(k, sums))
+            end_sums(k, s, column, _rows(k, sums))
         return k.finish()
 
 
@@ -260,7 +252,7 @@ def _zip(k: Function, a: Value, b: Value) -> list[Value]:
     return [k.shuffle(a, b, order[:n]), k.shuffle(a, b, order[n:])]
 
 
-def _squares(k: Function, rows: outer.Sums) -> outer.Sums:
+def _squares(k: Function, rows: Sums) -> Sums:
     """Returns sums of [row][vector of queries] as squares of 2 x 2, [row / 2][query / 2]."""
     return [
         [k.variable(k.shuffle(a.get(), b.get(), half)) for a, b in zip(*rows[m : m + 2], strict=True) for half in _HALF]
@@ -268,7 +260,7 @@ def _squares(k: Function, rows: outer.Sums) -> outer.Sums:
     ]
 
 
-def _rows(k: Function, squares: outer.Sums) -> outer.Sums:
+def _rows(k: Function, squares: Sums) -> Sums:
     """Returns sums of squares as [row][vector of queries]."""
     return [
         [k.variable(k.shuffle(a.get(), b.get(), half)) for a, b in zip(row[::2], row[1::2], strict=True)]

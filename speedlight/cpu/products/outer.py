@@ -3,24 +3,318 @@
     score    total[key][query vector]     over the units of head_dim
     value    total[column][query vector]  over the units of keys
 
-A lane is a query; everything of a panel lies lane-contiguous (kernels/panel_products.py). The functions are methods of
-the classes that multiply so.
+A lane is a query; everything of a panel lies lane-contiguous (kernels/panel_products.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from llvmlite import ir
 
 from ..language.prototypes import prototype
 from ..language.vector import F32, Function, Module, Value, Variable, vec
 from ..memory.shape import Shape
-
-if TYPE_CHECKING:
-    from .product import OuterProduct, Product
+from .packing import KeyRun
 
 Sums = list[list[Variable]]  # of a register tile: [row][vector]
+Step = Callable[..., None]  # step(t), or step(t, 2) of two whose units lie side by side in a row
+Fetch = Callable[[Value], None]  # what is fetched meanwhile, beside a group of keys from this one on
+Check = Callable[[range, list[list[Value]]], None]  # scores of some vectors, [vector][key]
+VALUE = "acc* weights* values* value_row first end steps width alpha* partial* fresh"  # value_tile()'s parameters
+
+
+class OuterProduct(ABC):
+    """Base of the products whose step is an outer one.
+
+    A subclass says how units are loaded, packed and multiplied. The base has the register tiles made of such steps.
+    """
+
+    units_per_load = 1  # that lie together in a cache
+    sleeps = False  # keep_awake() is needed
+    flops_of_step: int  # of multiply_often()
+    exp2_terms: tuple[float, ...]  # of 2^f on [-1/2, 1/2], from the linear one on
+    exp2_error: float  # relative
+
+    def __init__(self, s: Shape) -> None:
+        self.s = s
+
+    @abstractmethod
+    def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
+        """Returns total + a·b over all elements of the units."""
+
+    # --- rows of q, keys and values
+
+    @abstractmethod
+    def load_units(self, k: Function, row: Value, t: Value, *, stored: bool = False) -> Value:
+        """Loads `lanes` units from a row with unit stride: of keys or values that are `stored`, or of q."""
+
+    @abstractmethod
+    def load_unit(
+        self, k: Function, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
+    ) -> Value:
+        """Loads one unit from a row of any stride; a missing element of the last one is 0."""
+
+    @abstractmethod
+    def stage_tiles(self, module: Module) -> tuple[Any, Any]:
+        """Returns the micro-kernels that copy tiles of keys, and of values, to scratch."""
+
+    @abstractmethod
+    def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:
+        """Loads one vector of columns of a unit's values, of keys whose rows these are."""
+
+    @abstractmethod
+    def key_runs(self, k: Function, head_dim: Value) -> Iterator[KeyRun]:
+        """Yields how whole vectors of units of keys' rows are read and transposed."""
+
+    # --- a cache's blocks
+
+    @abstractmethod
+    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, unrolled: bool) -> None:
+        """Calls body(t) of `count` units; where `units_per_load` is 2 body(t, 2), and body(t, 1) of an odd last."""
+
+    @abstractmethod
+    def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
+        """Loads `count` units, which lie together, of `lanes` keys of a block."""
+
+    @abstractmethod
+    def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
+        """Returns where unit i of a block's values lies, `step` bytes after the one before, as load_values takes it."""
+
+    @abstractmethod
+    def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
+        """Loads one vector of columns of `count` units of values: of a block's row, or of keys' `rows`."""
+
+    # --- weights
+
+    @abstractmethod
+    def pack_weights(self, k: Function, weights: list[Value]) -> Value:
+        """Packs the weights of a unit's keys, lane by lane."""
+
+    @abstractmethod
+    def pack_row(self, k: Function, weights: list[Value]) -> Value:
+        """Packs vectors of weights one after another as units side by side."""
+
+    @abstractmethod
+    def round_elements(self, k: Function, x: Value) -> Value:
+        """Rounds a vector of numbers to elements of units that lie side by side."""
+
+    @abstractmethod
+    def add_weights(self, k: Function, unit: Value, total: Value) -> Value:
+        """Returns total + the weights of a unit; `unit` is a vector of them."""
+
+    @abstractmethod
+    def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
+        """Returns a vector of units of weights without those of the elements that are not kept, lane by lane.
+
+        They become +0, or NaN by a scale that is; -0 stays.
+        """
+
+    @property
+    @abstractmethod
+    def row_weight(self) -> ir.Type:
+        """Type of a key's weight in a row of units side by side."""
+
+    @abstractmethod
+    def drop_row(self, k: Function, weights: Value, keep: Value) -> Value:
+        """Returns a vector of keys' weights in a row without those that are not kept."""
+
+    # --- hidden keys
+
+    @abstractmethod
+    def first_alone(self, unit: Value) -> Value:
+        """Returns one unit with zeros for all of its elements but the first."""
+
+    @abstractmethod
+    def seen_lanes(self, k: Function, weight: Value) -> Value:
+        """Returns which lanes of a vector of units of weights see them."""
+
+    @abstractmethod
+    def seen_units(self, k: Function, marks: list[Value]) -> Value:
+        """Returns what seen_lanes() gives, of a unit whose elements are marked one by one, in vectors or alone."""
+
+    @abstractmethod
+    def multiply_add_seen(self, k: Function, value: Value, weight: Value, total: Value, seen: Value) -> Value:
+        """Returns multiply_add() in lanes that see the unit, by seen_lanes(), else total.
+
+        No value that is hidden is touched.
+        """
+
+    @abstractmethod
+    def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
+        """Returns whether anything of one unit is visible, and the bits that are, if that may be a part."""
+
+    @abstractmethod
+    def whole_keys(self, k: Function, full: Value, end: Value, count: Value) -> Value:
+        """Returns how many of `full` visible keys make units of their own.
+
+        `end`: of the keys that may be seen; `count`: of those in the tile. Past those is padding, of arrays.
+        """
+
+    # --- sums, as most products have them
+
+    def new_sum(self, k: Function, start: Value) -> Chain:
+        return Chain(self, k, start)
+
+    def joint_steps(self, k: Function, joint: Value, steps: Value) -> Value:
+        """Counts the steps that are summed together, of the first `joint`, which all rows see.
+
+        steps: of a whole tile.
+        """
+        return joint
+
+    def settle(self, k: Function, total: Value, begin: Value) -> Value:
+        """Returns a sum of values that began with a zero, `begin`, as the accumulator adds it."""
+        return total
+
+    def flushed(self, module: Module, f: Any) -> Any:
+        """Returns f, which sums products, or a function that calls it in the product's floating-point mode."""
+        return f
+
+    def multiply_often(self, k: Function, a: Value, b: Value, sums: Sequence[Variable]) -> None:
+        """Adds a · b to each sum, `flops_of_step` operations each, as fast as the product can."""
+        for total in sums:
+            total.set(self.multiply_add(k, a, b, total.get()))
+
+    # --- registers beside vectors, and operands of other layouts, which few products have
+
+    def keep_awake(self, k: Function) -> None:
+        """Keeps units awake that the product needs and what is written here does not."""
+        return
+
+    def registers(self, k: Function) -> contextlib.AbstractContextManager[None]:
+        """Prepares registers that the product has beside vectors, for what is written meanwhile."""
+        return contextlib.nullcontext()
+
+    def arrange_queries(self, k: Function, panel: Value, units: Value) -> None:
+        """Rearranges a packed panel of queries for score_groups()."""
+        return
+
+    def column_offset(self, k: Function, column: Value) -> Value:
+        """Returns the bytes from a step's values to those of a column."""
+        return column * self.s.number_bytes
+
+    def step_offset(self, k: Function, t: Value, row: Value) -> Value:
+        """Returns the bytes from a tile's values to those of a step; `row`: from a step to the next."""
+        return t * row
+
+    # --- register tiles
+
+    def score_groups(self, k: Function, fetch: Fetch, check: Check) -> None:
+        """Stores and checks the scores of a tile, for as many keys at once as a register tile has.
+
+        Writes the loops of score_tile() in kernels/panel_products.py, whose parameters it reads. Keys past the end
+        repeat the last one.
+        """
+        s, p = self.s, k.p
+        rows, n_keys = s.rows, p["n_keys"]
+
+        def group(j: Value, vectors: range) -> None:
+            fetch(j)
+            check(vectors, _panel_scores(self, k, j, vectors))
+
+        wide = k.min((p["wide"] + (rows - 1)) // rows * rows, n_keys) if s.has_narrow_tail else n_keys
+        with k.range(0, wide, rows) as j:
+            group(j, range(s.vectors))
+        if s.has_narrow_tail:
+            with k.range(wide, n_keys, rows) as j:
+                group(j, range(s.vectors - 1, s.vectors))
+
+    def values_from(self, k: Function, values: Value, first: Value, row: Value) -> Value:
+        """Returns where a tile's values lie from key `first` on; `row`: bytes from a unit to the next."""
+        return k.at(values, self.s.count_units(first) * row)
+
+    def whole_steps(
+        self, k: Function, clear: Value, full: Value, steps: Value, values: Value, width: Value
+    ) -> tuple[Value, Value]:
+        """Returns the first and the last of a tile's steps for value_tile(); predicated_tile() takes all others.
+
+        Every lane sees [clear, full).
+        """
+        return clear, full
+
+    def value_tile(self, module: Module) -> Any:
+        """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0.
+
+        Where nothing hides, an accumulator that is `fresh` is +0, whatever lies there. A step of
+        j is a unit of keys. Steps [first, end) are visible to every lane; sums so far come from `partial` if there were
+        steps before, and go there if there are more, where predicated_tile continues. Columns past the width repeat the
+        last one into rows that nothing reads.
+        """
+        s = self.s
+        k = module.function("value_tile", prototype(VALUE))
+        p = k.p
+
+        def group(column: Value, offsets: Sequence[Value | int]) -> None:
+            """Columns from `column` on, at these bytes from it."""
+            values, total = k.at(p["values"], column * s.number_bytes), new_sums(k, s, s.rows)
+            if s.hides:
+                with k.when(p["first"] > 0):
+                    start_sums(k, s, total, p["partial"], column, k.i64(s.row_bytes))
+
+            def step(j: Value) -> None:
+                weights = load_panel_row(k, s, p["weights"], j, range(s.vectors))
+                row = k.at(values, j * p["value_row"])
+                if s.fetching.rows:
+                    k.prefetch(k.at(row, p["value_row"] * s.fetching.rows))
+                add_outer(self, k, total, spread_columns(k, s, row, offsets), [weights])
+
+            k.unrolled(p["first"], p["end"], step)
+            end_sums(k, s, column, total)
+
+        whole, last = p["width"] // s.rows * s.rows, p["width"] - 1
+        with k.range(0, whole, s.rows) as column:
+            group(column, [m * s.number_bytes for m in range(s.rows)])  # constants: a register each there would not be
+        with k.when(whole < p["width"]):
+            group(whole, [(k.min(whole + m, last) - whole) * s.number_bytes for m in range(s.rows)])
+        return k.finish()
+
+    def predicated_tile(self, module: Module) -> Any:
+        """value_tile over steps that some lanes do not see: a lane whose weight is -0 keeps its sum, whatever the value
+        is (0 · NaN is NaN).
+
+        Conditions take registers too: the widest panels have half as many rows. Only the last vector sees steps from
+        `wide` on.
+        """
+        s = self.s
+        k = module.function("predicated_tile", prototype(f"{VALUE} wide"))
+        p = k.p
+        roomy = s.isa.registers >= 32 and s.vectors < 3
+        last, rows = p["width"] - 1, s.rows if roomy else max(1, s.rows // 2)
+        # the first steps: softmax_tile left the start of every column beside alpha
+        fresh = p["first"].equals(0)
+        begin = k.select(fresh, k.at(p["alpha"], s.row_bytes), p["partial"])
+        begin_row = k.select(fresh, k.i64(0), k.i64(s.row_bytes))
+
+        def group(column: Value) -> None:
+            offsets = [self.column_offset(k, k.min(column + m, last)) for m in range(rows)]
+            total = new_sums(k, s, rows)
+            start_sums(k, s, total, begin, column, begin_row)
+
+            def step(j: Value, vectors: range) -> None:
+                weights = load_panel_row(k, s, p["weights"], j, vectors)
+                seen = [self.seen_lanes(k, w) for w in weights]
+                row = k.at(p["values"], self.step_offset(k, j, p["value_row"]))
+                sums = [x[vectors.start :] for x in total]
+                add_outer(self, k, sums, spread_columns(k, s, row, offsets), [weights], seen)
+
+            wide = k.min(p["wide"], p["end"]) if s.has_narrow_tail else p["end"]
+            with k.range(p["first"], wide) as j:
+                step(j, range(s.vectors))
+            if s.has_narrow_tail:
+                with k.range(wide, p["end"]) as j:
+                    step(j, range(s.vectors - 1, s.vectors))
+            if s.hides:
+                end_sums(k, s, column, total)
+            else:
+                _accumulate(k, s, column, total)  # nothing follows the end of what `causal` shows
+
+        with k.range(0, p["width"], rows) as column:
+            group(column)
+        return k.finish()
 
 
 class Chain:
@@ -36,54 +330,6 @@ class Chain:
 
     def get(self) -> Value:
         return self.total.get()
-
-
-def new_sum(product: OuterProduct, k: Function, start: Value) -> Chain:
-    return Chain(product, k, start)
-
-
-def joint_steps(product: OuterProduct, k: Function, joint: Value, steps: Value) -> Value:
-    """Returns how many of the first `joint` steps, which all rows see, are summed together. steps: of a whole tile."""
-    return joint
-
-
-def settle(product: OuterProduct, k: Function, total: Value, begin: Value) -> Value:
-    """Returns a sum of values that began with a zero, `begin`, as the accumulator adds it."""
-    return total
-
-
-def flushed(product: OuterProduct, module: Module, f: Any) -> Any:
-    """Returns f, which sums products, or a function that calls it in the floating-point mode that the product wants."""
-    return f
-
-
-def multiply_often(product: OuterProduct, k: Function, a: Value, b: Value, sums: Sequence[Variable]) -> None:
-    """Adds a · b to each sum, `flops_of_step` operations each, as fast as the product can."""
-    for total in sums:
-        total.set(product.multiply_add(k, a, b, total.get()))
-
-
-def keep_awake(product: OuterProduct, k: Function) -> None:
-    """Keeps units awake that the product needs and what is written here does not."""
-
-
-def registers(product: OuterProduct, k: Function) -> contextlib.AbstractContextManager[None]:
-    """Prepares registers that the product has beside vectors, for what is written meanwhile."""
-    return contextlib.nullcontext()
-
-
-def arrange_queries(product: Product, k: Function, panel: Value, units: Value) -> None:
-    """Makes a packed panel of queries what score_groups() reads."""
-
-
-def column_offset(product: OuterProduct, k: Function, column: Value) -> Value:
-    """Returns the bytes from a step's values to those of a column."""
-    return column * product.s.number_bytes
-
-
-def step_offset(product: OuterProduct, k: Function, t: Value, row: Value) -> Value:
-    """Returns the bytes from a tile's values to those of a step; `row`: from a step to the next."""
-    return t * row
 
 
 def new_sums(k: Function, s: Shape, rows: int, vectors: int = 0) -> Sums:
@@ -139,9 +385,6 @@ def add_outer(
                     one.set(product.multiply_add_seen(k, x, y, before, seen[i]))
 
 
-Step = Callable[..., None]  # step(t), or step(t, 2) of two whose units lie side by side in a row
-
-
 def take_two(s: Shape, step: Step, t: Value) -> None:
     """Takes steps t and t + 1: with one load of both units, where a lane is an operand."""
     if s.isa.takes_lanes:
@@ -177,29 +420,6 @@ def score(
 
     run(step)
     return total
-
-
-Fetch = Callable[[Value], None]  # what is fetched meanwhile, beside a group of keys from this one on
-Check = Callable[[range, list[list[Value]]], None]  # scores of some vectors, [vector][key]
-
-
-def score_groups(product: OuterProduct, k: Function, fetch: Fetch, check: Check) -> None:
-    """Stores and checks the scores of a tile, of so many keys at once as a register tile has: writes the loops of
-    score_tile() of kernels/panel_products.py, whose parameters it reads. Keys past the end repeat the last one.
-    """
-    s, p = product.s, k.p
-    rows, n_keys = s.rows, p["n_keys"]
-
-    def group(j: Value, vectors: range) -> None:
-        fetch(j)
-        check(vectors, _panel_scores(product, k, j, vectors))
-
-    wide = k.min((p["wide"] + (rows - 1)) // rows * rows, n_keys) if s.has_narrow_tail else n_keys
-    with k.range(0, wide, rows) as j:
-        group(j, range(s.vectors))
-    if s.has_narrow_tail:
-        with k.range(wide, n_keys, rows) as j:
-            group(j, range(s.vectors - 1, s.vectors))
 
 
 def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) -> list[list[Value]]:
@@ -242,106 +462,6 @@ def run_fetching(k: Function, s: Shape, j: Value, step: Step) -> None:
             take_two(s, step, m * part + t)
     with k.range(part * s.rows, k.p["units"]) as t:
         step(t)
-
-
-# --- values
-
-
-def values_from(product: OuterProduct, k: Function, values: Value, first: Value, row: Value) -> Value:
-    """Returns where a tile's values lie from key `first` on; `row`: bytes from a unit to the next."""
-    return k.at(values, product.s.count_units(first) * row)
-
-
-def whole_steps(
-    product: OuterProduct, k: Function, clear: Value, full: Value, steps: Value, values: Value, width: Value
-) -> tuple[Value, Value]:
-    """Returns from and to which of a tile's steps value_tile() takes them; predicated_tile() takes all others. Every
-    lane sees [clear, full).
-    """
-    return clear, full
-
-
-VALUE = "acc* weights* values* value_row first end steps width alpha* partial* fresh"
-
-
-def value_tile(product: OuterProduct, module: Module) -> Any:
-    """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0. Where
-    nothing hides, an accumulator that is `fresh` is +0, whatever lies there.
-
-    A step of j is a unit of keys. Steps [first, end) are visible to every lane; sums so far come from `partial` if
-    there were steps before, and go there if there are more, where predicated_tile continues. Columns past the width
-    repeat the last one into rows that nothing reads.
-    """
-    s = product.s
-    k = module.function("value_tile", prototype(VALUE))
-    p = k.p
-
-    def group(column: Value, offsets: Sequence[Value | int]) -> None:
-        """Columns from `column` on, at these bytes from it."""
-        values, total = k.at(p["values"], column * s.number_bytes), new_sums(k, s, s.rows)
-        if s.hides:
-            with k.when(p["first"] > 0):
-                start_sums(k, s, total, p["partial"], column, k.i64(s.row_bytes))
-
-        def step(j: Value) -> None:
-            weights = load_panel_row(k, s, p["weights"], j, range(s.vectors))
-            row = k.at(values, j * p["value_row"])
-            if s.fetching.rows:
-                k.prefetch(k.at(row, p["value_row"] * s.fetching.rows))
-            add_outer(product, k, total, spread_columns(k, s, row, offsets), [weights])
-
-        k.unrolled(p["first"], p["end"], step)
-        end_sums(k, s, column, total)
-
-    whole, last = p["width"] // s.rows * s.rows, p["width"] - 1
-    with k.range(0, whole, s.rows) as column:
-        group(column, [m * s.number_bytes for m in range(s.rows)])  # constants: a register each there would not be
-    with k.when(whole < p["width"]):
-        group(whole, [(k.min(whole + m, last) - whole) * s.number_bytes for m in range(s.rows)])
-    return k.finish()
-
-
-def predicated_tile(product: OuterProduct, module: Module) -> Any:
-    """value_tile over steps of which a lane may see none: where its weight is -0 it keeps its sum, whatever the value
-    is (0 · NaN is NaN). Conditions take registers too: of the widest panels half as many rows. Steps from `wide` on are
-    seen by the last vector alone.
-    """
-    s = product.s
-    k = module.function("predicated_tile", prototype(f"{VALUE} wide"))
-    p = k.p
-    roomy = s.isa.registers >= 32 and s.vectors < 3
-    last, rows = p["width"] - 1, s.rows if roomy else max(1, s.rows // 2)
-    # the first steps: softmax_tile left the start of every column beside alpha
-    fresh = p["first"].equals(0)
-    begin = k.select(fresh, k.at(p["alpha"], s.row_bytes), p["partial"])
-    begin_row = k.select(fresh, k.i64(0), k.i64(s.row_bytes))
-
-    def group(column: Value) -> None:
-        offsets = [product.column_offset(k, k.min(column + m, last)) for m in range(rows)]
-        total = new_sums(k, s, rows)
-        start_sums(k, s, total, begin, column, begin_row)
-
-        def step(j: Value, vectors: range) -> None:
-            weights = load_panel_row(k, s, p["weights"], j, vectors)
-            seen = [product.seen_lanes(k, w) for w in weights]
-            row = k.at(p["values"], product.step_offset(k, j, p["value_row"]))
-            sums = [x[vectors.start :] for x in total]
-            add_outer(product, k, sums, spread_columns(k, s, row, offsets), [weights], seen)
-
-        wide = k.min(p["wide"], p["end"]) if s.has_narrow_tail else p["end"]
-        with k.range(p["first"], wide) as j:
-            step(j, range(s.vectors))
-        if s.has_narrow_tail:
-            with k.range(wide, p["end"]) as j:
-                step(j, range(s.vectors - 1, s.vectors))
-        if s.hides:
-            end_sums(k, s, column, total)
-        else:
-            _accumulate(k, s, column, total)  # nothing follows the end of what `causal` shows
-
-    with k.range(0, p["width"], rows) as column:
-        group(column)
-    return k.finish()
 
 
 def start_sums(k: Function, s: Shape, total: Sums, begin: Value, column: Value, row: Value) -> None:

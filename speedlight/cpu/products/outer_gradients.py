@@ -9,7 +9,7 @@ What lies where: kernels/gradient_tiles.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I32, I64, Function, Module, Value
@@ -17,6 +17,7 @@ from ..memory.records import QUERY_ENDS, SUMS
 from ..memory.shape import Shape
 from ..memory.words import Words
 from .outer import (
+    OuterProduct,
     Step,
     Sums,
     add_outer,
@@ -30,11 +31,8 @@ from .outer import (
     take_steps,
 )
 
-if TYPE_CHECKING:
-    from .product import GradProduct
 
-
-def product_tile(product: GradProduct, module: Module) -> Any:
+def product_tile(product: OuterProduct, module: Module) -> Any:
     """out[n_keys, panel] = keys @ panel, one chain of multiply-adds over the units per element; in `check` each lane's
     sum, which is finite only if all are.
 
@@ -66,7 +64,7 @@ def product_tile(product: GradProduct, module: Module) -> Any:
 # --- dQ
 
 
-def into_queries(product: GradProduct, module: Module, *, predicated: bool) -> Any:
+def into_queries(product: OuterProduct, module: Module, *, predicated: bool) -> Any:
     """acc[column, :] += Σ_j keys[j, column] · d_scores[j, :], ascending j from +0; a step is a unit of `n_keys` keys.
 
     `predicated`: a lane leaves out keys that it does not see, by the marks in `scores`.
@@ -114,7 +112,7 @@ def into_queries(product: GradProduct, module: Module, *, predicated: bool) -> A
 
 
 def into_keys(
-    product: GradProduct, module: Module, rows: int, vectors: int, *, exactly: bool = False, predicated: bool = False
+    product: OuterProduct, module: Module, rows: int, vectors: int, *, exactly: bool = False, predicated: bool = False
 ) -> Any:
     """partial[keys, vectors] += weights[keys, lanes] @ rows[lanes, vectors] over the lanes of panels, ascending; or
     what a whole block adds joins the totals at once. `column`: bytes from the first one.
@@ -156,7 +154,7 @@ def into_keys(
 
 
 def _add_panel(
-    product: GradProduct, k: Function, x: Words, i: Value, keys: list[Value], total: Sums, *, predicated: bool
+    product: OuterProduct, k: Function, x: Words, i: Value, keys: list[Value], total: Sums, *, predicated: bool
 ) -> None:
     """Adds what the i-th panel has for these keys."""
     s, vectors = product.s, len(total[0])

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..language.functions import like
 from ..language.prototypes import prototype
 from ..language.vector import F32, I16, I32, PTR, Function, Module, Value, vec
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
-
-if TYPE_CHECKING:
-    from .product import Product
 
 
 class KeyRun(NamedTuple):
@@ -31,6 +28,18 @@ class KeyRun(NamedTuple):
     bytes: int
     load: Callable[[Value, Value], Value]
     columns: Callable[[list[Value], int], list[Value]]
+
+
+class UnitLoader(Protocol):
+    """Loads units of rows: the part of a product that staging needs."""
+
+    s: Shape
+
+    def load_units(self, k: Function, row: Value, t: Value, *, stored: bool = False) -> Value: ...
+
+    def load_unit(
+        self, k: Function, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
+    ) -> Value: ...
 
 
 @contextlib.contextmanager
@@ -55,7 +64,7 @@ def each_unit(k: Function, count: Value, body: Callable[..., None], *, unrolled:
 TILE_WORDS = "tile* places* row column count length units"
 
 
-def stage_rows(product: Product, module: Module) -> Any:
+def stage_rows(product: UnitLoader, module: Module) -> Any:
     """tile[count, units] from rows of any stride and narrower type.
 
     Of a cache, rows are of units: of several keys each, where those are multiplied together.
@@ -95,7 +104,7 @@ def fill_units(k: Function, s: Shape, row: Value, first: Value) -> None:
             k.store(k.const(0, s.unit), row, t * s.number_bytes)
 
 
-def stage_lanes(product: Product, module: Module) -> Any:
+def stage_lanes(product: UnitLoader, module: Module) -> Any:
     """tile[count, units] from a cache's blocks: unit after unit, of each the BLOCK keys."""
     s, k = product.s, module.function("stage_lanes", prototype(TILE_WORDS))
     p, n = k.p, s.lanes

@@ -1,0 +1,72 @@
+"""Storage of a cache's or a pool's tokens, as kv/ asks for it: the base classes of every engine's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..arrays.memory import Array
+from .tokens import Moves, TokenShape
+
+
+class Storage(ABC):
+    """Base of the storages, which keep the tokens of every layer in memory of one device.
+
+    Lengths, pages and claims are the business of kv/. An engine has one storage for caches and one for pools; the
+    other methods of these differ from each other, but not from engine to engine.
+    """
+
+    prepares_steps: ClassVar[bool] = False  # keeps prepared calls, which find_step() returns
+    survives_fork: ClassVar[bool] = False  # a forked child has a copy of the memory
+    shape: TokenShape
+    device: Any  # "cpu", or a torch.device
+    token_bytes: int  # of one token of one layer
+
+    # --- arguments
+
+    @abstractmethod
+    def received(self, x: Any, name: str) -> tuple[Any, str]:
+        """Returns new tokens, and the name of their dtype."""
+
+    @abstractmethod
+    def query(self, q: Any) -> Array:
+        """Describes queries, which must lie on the device."""
+
+    # --- moves, and rollback
+
+    @abstractmethod
+    def move(self, layer: int, moves: Moves) -> None:
+        """Moves tokens of a layer."""
+
+    @abstractmethod
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> Any:
+        """Copies what moves write over, for put_back(); may return None where nothing moves."""
+
+    @abstractmethod
+    def put_back(self, undo: dict[int, Any]) -> None:
+        """Restores each layer from what before() or before_moves() returned."""
+
+
+class Lengths:
+    """Base of the lengths of a cache's sequences on its device. By default the host alone has them."""
+
+    may_wait = False  # read() waits for a device
+
+    def check_capture(self, lengths: Mapping[str, Any]) -> None:
+        """Raises for arguments that a CUDA graph cannot replay, while one is captured."""
+
+    def is_ahead(self) -> bool:
+        """Returns whether they may be ahead of the host's, and may be read."""
+        return False
+
+    def read(self) -> list[list[int]] | None:
+        """Returns those of each layer; None where the host alone has them."""
+        return None
+
+    def has_overflowed(self) -> bool:
+        """Returns whether a replayed step exceeded the capacity since the last call."""
+        return False
+
+    def set(self, lengths: list[list[int]]) -> None:
+        """Stores the host's."""
