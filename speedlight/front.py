@@ -178,8 +178,9 @@ def attention(
 def compute(
     q: Any, k: Any, v: Any, options: Options, return_lse: Any = False, out: Any = None, engine: Any = None
 ) -> Any:
-    """attention() with its options in one, of tensors as they are under autocast, too: repeats a call that was prepared;
-    a new one goes to autograd, if that follows it, or to the engine.
+    """Computes attention() with its options in one. Autocast casts nothing here.
+
+    Repeats a prepared call; a new one goes to autograd, if that records it, or to the engine.
     """
     key = results = None
     if engine is None or not dense.runs_on_gpu(q, engine):

@@ -79,7 +79,8 @@ def repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
 
     No option may change, and nothing but q, k, v and a score that is added is followed.
     """
-    mask, score = options.mask, options.score
+    mask: Any = options.mask
+    score: Any = options.score
     if not (_OR_NONE.issuperset((type(mask), type(score))) and options.is_fixed()):
         return None
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.dtype is k.dtype is v.dtype):

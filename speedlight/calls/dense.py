@@ -49,7 +49,7 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
     if read is None:
         return None, None
     layout, places = read
-    seed = options.seed if options.dropout else 0
+    seed: Any = options.seed if options.dropout else 0
     if out is not None:
         return _repeat_into(out, q, layout, places, of_options, return_lse, seed, arrays)
     key = CallKey("attention", of_options, layout, cpu.machine())

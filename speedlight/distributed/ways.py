@@ -108,7 +108,8 @@ class Execution(NamedTuple):
         lies = tuple([(x.shape, x.stride(), x.dtype) for x in given])
         p = sharded.whole.problem  # whose rows need not all be somebody's: each may have all keys, and its own rows
         place = (
-            p.q_lengths, p.k_lengths, p.rows, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks, first_head,
+            p.q_lengths, p.k_lengths, p.rows, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks,
+            first_head,
         )  # fmt: skip
         key = CallKey("shard", options, lies, machine, place)
         found = prepared_calls.get(key)

@@ -87,7 +87,9 @@ class Code:
         return self._addresses[name]
 
 
-def load(objects: Sequence[bytes], names: Sequence[str], text: str = "", symbols: Mapping[str, int] | None = None) -> Code:
+def load(
+    objects: Sequence[bytes], names: Sequence[str], text: str = "", symbols: Mapping[str, int] | None = None
+) -> Code:
     """The functions `names` of object files, or of LLVM's IR in `text`. symbols: addresses of functions they call."""
     return undisturbed(lambda: _load(objects, names, text, symbols or {}))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays.array import describe
-from ..arrays.dtypes import CODES
 from ..problem.options import Options
 from ..problem.prepared import place_of
 from ..problem.results import Results

@@ -1,9 +1,9 @@
 """Prepared calls: checked once, kept under a CallKey, and run again for arrays of the same kind at other addresses.
 
-This is the one way to repeat a call. Whoever repeats calls goes through the same three steps: the engine's read()
-looks at the arrays, `prepared_calls` is asked by a CallKey, and Prepared.run() runs what it found. What a key leaves out is
-an argument of each run: addresses, memory and overlap, which are checked each time; the seed; lengths of keys; lists of
-pages. A call of few queries is kept for any number of keys: then their number and strides are arguments, too.
+This is the one way to repeat a call, in three steps: the engine's read() looks at the arrays, `prepared_calls` is asked
+by a CallKey, and Prepared.run() runs what it found. What a key leaves out is an argument of each run: addresses, which
+are read and checked each time; the seed; lengths of keys; lists of pages. A call of few queries is kept for any number
+of keys: then their number and strides are arguments, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallKey(NamedTuple):
     call: str  # which call: "attention", "gradients", "paged", "step" …
     options: Any  # by exact type and bits: Options.key()
     arrays: Any  # what each array is: the first part of read()
-    machine: tuple[int, str]  # threads and vector unit
+    machine: Any  # threads and vector unit, or a GPU
     place: Any = None  # of a cache the layout of its memory and its sequences; of gradients which are wanted
 
 
@@ -61,9 +61,12 @@ def read_plainly(rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
         rows: 0; or the dimension of q's rows, 1 or 2, where q, k, v and arrays that are added come first and the call
             may be kept for any number of keys; plus 4 where these arrays may have a row for each query.
     """
-    read = [_read_numpy(x) if type(x) is np.ndarray else _read_tensor(x) for x in arrays]
-    if None in read:
-        return None
+    read = []
+    for x in arrays:
+        one = _read_numpy(x) if type(x) is np.ndarray else _read_tensor(x)
+        if one is None:
+            return None
+        read.append(one)
     places = b""
     for address, shape, strides, size, _ in read:
         padding = (0,) * (DIMS - len(shape))
@@ -163,9 +166,11 @@ class Prepared:
         the caller's own array is written to. staged: results go to new memory first, since a lookup may turn out to be
         out of range.
         """
-        self.call, self.put, self.staged = call if call is None or put is None else call.storing(put), put, staged
+        self.call: Any = call if call is None or put is None else call.storing(put)
+        self.put: Any = put
+        self.staged = staged
         self.reach = [_reach_of(x) for x in given]
-        self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
+        self.counts = list(self.put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
         self.new = 0 if put is None else self.counts[0]  # tokens of each sequence of a cache
         self.spans = 0 if call is None else spans_of(max(call.problem.k_lengths, default=0))
 
@@ -211,7 +216,10 @@ class Prepared:
         return (out, lse) if return_lse else out
 
     def store(self, places: bytes, before: list[int], store: tuple[int, int], lists: list[int] | None = None) -> None:
-        """Stores new tokens of a cache or pool without attending; places: of k and v. before: tokens of each sequence."""
+        """Stores new tokens of a cache or pool without attending.
+
+        places: of k and v. before: tokens of each sequence. store, lists: as for run().
+        """
         self.put.start((*addresses_in(places), *store), before, lists)
 
     def run_into(

@@ -19,7 +19,7 @@ from .. import ArgumentError
 from ..adapting import check_flag
 from ..autograd.attending import is_plain
 from ..host.insides import TORCH
-from ..problem.options import Options
+from ..problem.options import new_options
 from . import fast_path, flash_kernels
 from .attending import attend
 from .dot_product import as_pytorch, only_pytorch_takes, scaled_dot_product_attention
@@ -198,8 +198,13 @@ def _attend(
     """Computes a call, and counts it; None, with the reason counted, where it is left to PyTorch."""
     why = only_pytorch_takes(query, dropout_p, scale)
     if why is None and not dropout_p and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
-        mask, score = (attn_mask, None) if attn_mask is not None and attn_mask.dtype is torch.bool else (None, attn_mask)
-        options = Options(mask=mask, score=score, scale=scale, causal="top-left" if is_causal else False)
+        is_mask = attn_mask is not None and attn_mask.dtype is torch.bool
+        options = new_options(
+            mask=attn_mask if is_mask else None,
+            score=None if is_mask else attn_mask,
+            scale=scale,
+            causal="top-left" if is_causal else False,
+        )
         out = as_pytorch(attend(query, key, value, options), query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
         count_taken(SDPA)
         return out

@@ -73,9 +73,7 @@ class CpuEngine(Engine):
 
         return functions().read
 
-    def machine(self) -> tuple[int, str]:
-        """Returns the number of threads and the vector unit of a call now."""
-        return machine()
+    machine = staticmethod(machine)
 
     def read_tables(self, block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str) -> PageTables:
         """Copies a block table, checked as far as it is used."""

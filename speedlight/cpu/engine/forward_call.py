@@ -223,28 +223,27 @@ class Call:
         store: tuple[int, int], arrays: Sequence[Any],
     ) -> None:  # fmt: skip
         """Runs a long call, with regions between which Python sees signals; and one with an index out of range."""
-        (q, q_shape, _), *rest = array_places(places)
-        keys = None
-        if store != (0, 0):
-            k, v = store
-        else:
-            (k, k_shape, k_strides), (v, _, v_strides), *rest = rest
-        if self.rows:
-            lengths = [k_shape[self.rows]] * q_shape[0]
-            heads = 3 - self.rows
-            keys = tuple([x[n] for x in (k_strides, v_strides) for n in (heads, self.rows, 3, 0)])
-            if q_shape[0] > 1:
-                keys = (*keys[:3], keys[3] * (k_shape[0] > 1), *keys[4:7], keys[7] * (k_shape[0] > 1))
-        new = None
+        lie = array_places(places)
+        q, k, v = lie[0][0], *store
+        new = tables = keys = count = None
         if self.put is not None:
-            (k_new, *_), (v_new, *_) = rest
             assert lengths is not None
             before = list(map(sub, lengths, self.put.counts))
-            new = self.put.start((k_new, v_new, k, v), before, lists)
-        tables = None
+            new = self.put.start((lie[1][0], lie[2][0], k, v), before, None if lists is None else [*lists])
+        if store == (0, 0):
+            k, v = lie[1][0], lie[2][0]
+        if self.rows:
+            count = lie[1][1][self.rows]
+            lengths = [count] * lie[0][1][0]
+            keys = (*self._strides_of(lie[1]), *self._strides_of(lie[2]))
         if self.places:
-            tables = self.launch.tables_at(self.places, arrays, rest, k_shape[self.rows] if self.rows else None)
+            tables = self.launch.tables_at(self.places, arrays, lie[3:], count)
         self.run(q, k, v, out, lse, seed, lengths, lists, new, None, tables, keys)
+
+    def _strides_of(self, array: tuple[int, tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
+        """Returns the strides of heads, rows, columns and items of keys or values; 0 where one item serves all."""
+        _, shape, strides = array
+        return strides[3 - self.rows], strides[self.rows], strides[3], strides[0] if shape[0] > 1 else 0
 
     def _other_items(self, lengths: list[int], lists: Sequence[int] | None, keys: tuple[int, ...] | None) -> Any:
         """Returns what a run of other lengths depends on, its items, their address, its threads and words of strides.

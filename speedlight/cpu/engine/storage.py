@@ -75,9 +75,7 @@ class BlockStorage(Storage):
 
     # --- steps
 
-    def find_step(
-        self, sequences: int, tensors: tuple[Any, ...], options: Options
-    ) -> tuple[Prepared, bytes] | None:
+    def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
         """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
 
         Each sequence must have as many new tokens and queries as by default. Returns None if there is no such step.

@@ -13,8 +13,6 @@ has checked them. Other threads of Python go on meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -62,7 +62,18 @@ class Kernel:
     no thread is inside any more. `ticket`: the address of what does one ticket, where the kernel says it.
     """
 
-    __slots__ = ("__weakref__", "address", "code", "entry", "from_cache", "joined", "last", "records", "symbol", "ticket")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "code",
+        "entry",
+        "from_cache",
+        "joined",
+        "last",
+        "records",
+        "symbol",
+        "ticket",
+    )
 
     def __init__(
         self, symbol: str, objects: tuple[bytes, ...], from_cache: bool, *, does_tickets: bool = False

@@ -1,4 +1,4 @@
-"""Machine code that reads arrays and repeats prepared calls (kernels/repeat.py): loads it, and says what it may call."""
+"""Loads the machine code that reads arrays and repeats prepared calls, and hands it what it may call."""
 
 from __future__ import annotations
 
