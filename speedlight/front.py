@@ -167,7 +167,7 @@ def attention(
         k_lengths=k_lengths,
         precision=precision,
     )
-    if is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
+    if type(q) is not np.ndarray and is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
         with importing:
             from .autograd.attending import cast
 
