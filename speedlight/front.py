@@ -167,7 +167,8 @@ def attention(
         k_lengths=k_lengths,
         precision=precision,
     )
-    if type(q) is not np.ndarray and is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
+    torch = None if type(q) is np.ndarray else sys.modules.get("torch")
+    if torch is not None and torch._C._is_any_autocast_enabled() and is_tensor(q):
         with importing:
             from .autograd.attending import cast
 

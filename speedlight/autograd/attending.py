@@ -43,12 +43,14 @@ def cast(*tensors: Any) -> Any:
 
 def is_plain(*tensors: Any) -> bool:
     """Returns whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
+    for x in tensors:
+        if type(x) not in _PLAIN and is_tensor(x) and is_traced(x):
+            return False
     return (
         TORCH.len_torch_dispatch_stack() == 0
         and TORCH.get_tracing_state() is None
         and TORCH.peek_interpreter_stack() is None
         and TORCH.forward_ad._current_level < 0
-        and not any([type(x) not in _PLAIN and is_tensor(x) and is_traced(x) for x in tensors])
     )
 
 
@@ -92,7 +94,7 @@ def repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
     if [x for x in arrays if x.is_inference() or not x.is_cpu]:
         return None
     tables = ()
-    if has_bias:
+    if score is not None and has_bias:
         if score._base is not None and score.grad_fn is None:  # whose gradient may be lost
             return None
         options = replace(options, score=score.detach())

@@ -32,7 +32,7 @@ from ..problem.windows import PIECE, ring_of
 from . import saving as saved
 from .keeping import Left, Lengths, kept, shorten, truncated
 from .query import Query, check_queries, padded_tokens, piece_of, query_of
-from .running import attend_pieces, run_again
+from .running import attend_pieces, repeat
 from .transaction import transact
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class KVCache:
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer, given = self._layer(layer), (k, v)
-        if new_lengths is None and run_again(self, layer, given, PLAIN, False) is not None:
+        if new_lengths is None and repeat(self, layer, given, PLAIN, False) is not None:
             return
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
         if new_lengths is None and self._storage.prepares_steps:
@@ -280,9 +280,18 @@ class KVCache:
             more = {"new_lengths": new_lengths, "q_lengths": q_lengths, "return_lse": return_lse, "out": out}
             return outside(KVCache.attend, self, layer, q, k, v, **more, **options)
         given = Options.of_step(k is not None, "bhld", options)
+        return self.compute(
+            layer, q, k, v, given, return_lse=return_lse, new_lengths=new_lengths, q_lengths=q_lengths, out=out
+        )
+
+    def compute(
+        self, layer: int, q: Any, k: Any, v: Any, options: Options, *, return_lse: bool = False,
+        new_lengths: Ints | None = None, q_lengths: Ints | None = None, out: AnyArray | None = None,
+    ) -> Any:  # fmt: skip
+        """Computes attend() with its options in one: repeats a prepared step, or makes a new one."""
         arrays = (q,) if k is v is None else (q, k, v)
         if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
-            result = run_again(self, layer, arrays, given, return_lse)
+            result = repeat(self, layer, arrays, options, return_lse)
             if result is not None:
                 return result
         layer = self._layer(layer)
@@ -290,13 +299,11 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
-            return self._read(layer, query_of(self._storage, arrays, given, return_lse, out, q_lengths))
+            return self._read(layer, query_of(self._storage, arrays, options, return_lse, out, q_lengths))
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, q_lengths)
-        query = query_of(self._storage, arrays, given, return_lse, out, q_lengths)
+        query = query_of(self._storage, arrays, options, return_lse, out, q_lengths)
         check_queries(query, k.shape[2])
         return self._grow(layer, k, v, counts, query)
-
-    attend_again = run_again  # attend(), by a step that was checked before; None where there is none
 
     def _read(self, layer: int, query: Query) -> Any:
         """Computes what queries see of the stored tokens."""

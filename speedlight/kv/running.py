@@ -54,8 +54,8 @@ def _are_all_new(storage: Any, query: Query, pieces: list[Piece]) -> bool:
     return all([piece.counts is None for piece in pieces])
 
 
-def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: Any) -> Any:
-    """Runs a cache's call whose shapes, dtypes and options were validated earlier; returns None for any other.
+def repeat(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: Any) -> Any:
+    """Repeats a prepared step of a cache. Returns None if no such step was prepared, or it would need a check.
 
     arrays: q, or q, k and v, or k and v, which are only stored.
     """
@@ -70,26 +70,27 @@ def run_again(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options,
     n, store = step.new, storage.addresses[layer]
     if not step.fits(lengths, n):
         return None
-    how: Any = {"return_lse": return_lse, "seed": options.seed_word(), "store": store}
+    seed: Any = options.seed if options.dropout else 0
     if cache._ring.size and n > SPARE:
         return None  # so many may write over tokens that are promised, which are to be kept meanwhile
     if not n:
-        return step.run(arrays[0], places, lengths=lengths, **how)
+        return step.run(arrays[0], places, return_lse=return_lse, seed=seed, lengths=lengths, store=store)
     totals = [x + n for x in lengths]
     longest = max(totals)
     if longest > cache.capacity:
         return None
-    storage.expect(longest)
+    if longest >= storage.large_from:
+        storage.expect(longest)
 
     def change() -> Any:
         if cache._held[layer] is not held:
             return None  # somebody appended since
-        after = totals, cache._ring.reached(written, totals)
+        after = totals, cache._ring.reached(written, totals) if cache._ring.size else totals
         if step.call is None:
             step.store(places, lengths, store)
             result = True
         else:
-            result = step.run(arrays[0], places, lengths=totals, **how)
+            result = step.run(arrays[0], places, return_lse=return_lse, seed=seed, lengths=totals, store=store)
         cache._held[layer] = after
         return result
 

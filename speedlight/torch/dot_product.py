@@ -101,19 +101,12 @@ def as_pytorch(
     enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
     """Returns a result with PyTorch's strides: in query's order, as its kernel's, or contiguous, as its formula's."""
-    if _is_new(out) or not takes_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+    is_contiguous = out.is_contiguous()
+    if is_contiguous and 1 not in out.shape:  # dims of one may have any stride
         return out
-    return out.reshape(out.shape) if out.is_contiguous() else out.contiguous()
-
-
-def _is_new(x: Tensor) -> bool:
-    """Returns whether a tensor has the strides of a new one, those of dims of one included."""
-    step = 1
-    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if stride != step:
-            return False
-        step *= size
-    return True
+    if not takes_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        return out
+    return out.reshape(out.shape) if is_contiguous else out.contiguous()
 
 
 def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

@@ -18,10 +18,10 @@ from torch.nn import functional
 from .. import ArgumentError
 from ..adapting import check_flag
 from ..autograd.attending import is_plain
+from ..front import compute
 from ..host.insides import TORCH
 from ..problem.options import new_options
 from . import fast_path, flash_kernels
-from .attending import attend
 from .dot_product import as_pytorch, only_pytorch_takes, scaled_dot_product_attention
 from .routing import (
     SDPA,
@@ -205,7 +205,7 @@ def _attend(
             scale=scale,
             causal="top-left" if is_causal else False,
         )
-        out = as_pytorch(attend(query, key, value, options), query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
+        out = as_pytorch(compute(query, key, value, options), query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
         count_taken(SDPA)
         return out
     if why is None:

@@ -101,7 +101,8 @@ def attention_forward(
         # packed sequences have another layout
         if cache is s_aux is position_bias is sinks is None and not dropout and not is_offset:
             if kept is not None:
-                out = kept[0].layer.attend_again(query, kept[0], attention_mask, scaling, softcap)
+                with TRANSFORMERS.renamed:
+                    out = kept[0].layer.attend_step(query, kept[0], attention_mask, scaling, softcap)
                 if out is not None:
                     return out, None
             else:

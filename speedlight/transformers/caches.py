@@ -231,22 +231,19 @@ class Layer(theirs.CacheLayerMixin):
 
     # --- what attention_forward() asks
 
-    def attend_again(
+    def attend_step(
         self, query: torch.Tensor, key: Kept, spec: MaskSpec, scale: float | None, softcap: float | None
     ) -> torch.Tensor | None:
-        """Attends as attend_kept(), if tokens and queries like these did before; else returns None."""
+        """Attends as attend_kept(), in a step of few tokens without other options; else returns None."""
         new, rows, cache, window = self.waiting, query.shape[2], self.cache, self.window
         if new is None or key.given is not new or cache is None or rows > _IN_PLACE or new[0].shape[2] != rows:
             return None
         if not _is_causal(spec, rows) or not (window is None or spec.pattern.left == window - 1):
             return None
         record = spec.step_record(window, scale, softcap)
+        q = query.detach() if query.requires_grad else query
         self.waiting = None
-        out = cache.attend_again(0, (query, *new), record, False)
-        if out is None:
-            self.waiting = new
-            return None
-        return out.transpose(1, 2).contiguous()
+        return cache.compute(0, q, *new, record).transpose(1, 2).contiguous()
 
     def attend_kept(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Returns (batch, q_len, q_heads, value_dim), read from where tokens lie; None where copies have to do."""

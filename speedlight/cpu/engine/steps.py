@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ...problem.option_keys import key_of_traced
 from ...problem.options import Options
 from ...problem.prepared import CallKey, Prepared, prepared_calls
 from ..runtime.repeating import functions
@@ -29,7 +30,7 @@ class Steps:
 
         The arrays are q, or q, k and v, or k and v; each sequence has as many new tokens and queries as by default.
         """
-        of_options = options.key()
+        of_options, _ = options.keyed(key_of_traced)
         read = None if of_options is None else functions().read(0, *tensors)
         if read is None:
             return None
