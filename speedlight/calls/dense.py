@@ -16,7 +16,7 @@ from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
 from ..problem.option_keys import key_of_repeated
 from ..problem.options import Options
-from ..problem.prepared import CallKey, Prepared, addresses_in, is_growing, prepared_calls
+from ..problem.prepared import CallKey, Prepared, addresses_in, is_growing, new_key, prepared_calls
 from ..problem.problem import LAYOUTS, SPAN, spans_of
 from ..problem.results import results_for
 
@@ -52,7 +52,7 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
     seed: Any = options.seed if options.dropout else 0
     if out is not None:
         return _repeat_into(out, q, layout, places, of_options, return_lse, seed, arrays)
-    key = CallKey("attention", of_options, layout, cpu.machine())
+    key = new_key(("attention", of_options, layout, cpu.machine(), None))
     prepared = prepared_calls.get(key)
     if prepared is None:
         return key, None

@@ -8,6 +8,7 @@ of keys: then their number and strides are arguments, too.
 
 from __future__ import annotations
 
+import functools
 import struct
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class CallKey(NamedTuple):
     place: Any = None  # of a cache the layout of its memory and its sequences; of gradients which are wanted
 
 
+new_key = functools.partial(tuple.__new__, CallKey)  # CallKey(*fields), without a call of Python's
 # All prepared calls of the process. A call keeps alive what its `size` says.
 prepared_calls: Memo[Any] = Memo(1536, 256 << 20)
 

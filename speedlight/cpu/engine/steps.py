@@ -8,7 +8,7 @@ from typing import Any
 
 from ...problem.option_keys import key_of_traced
 from ...problem.options import Options
-from ...problem.prepared import CallKey, Prepared, prepared_calls
+from ...problem.prepared import CallKey, Prepared, new_key, prepared_calls
 from ..runtime.repeating import functions
 from ..runtime.workers import machine
 
@@ -34,7 +34,7 @@ class Steps:
         read = None if of_options is None else functions().read(0, *tensors)
         if read is None:
             return None
-        step = prepared_calls.get(CallKey("step", of_options, read[0], machine(), (self, sequences)))
+        step = prepared_calls.get(new_key(("step", of_options, read[0], machine(), (self, sequences))))
         return None if step is None else (step, read[1])
 
     def keep(self, step: Prepared, given: tuple[Any, ...], options: Options) -> None:

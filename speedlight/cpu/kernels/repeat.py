@@ -62,6 +62,7 @@ PYTHON = (
     "PyBytes_AsString",
     "PyBytes_FromStringAndSize",
     "PyCapsule_GetPointer",
+    "PyDict_GetItem",
     "PyErr_Clear",
     "PyErr_NoMemory",
     "PyEval_RestoreThread",
@@ -78,6 +79,7 @@ PYTHON = (
     "PyObject_GetBuffer",
     "PyObject_CallOneArg",
     "PyObject_RichCompareBool",
+    "PyObject_Size",
     "PyObject_Type",
     "PyObject_Vectorcall",
     "PyTuple_New",
@@ -194,10 +196,17 @@ def _write_read(module: Module, symbol: str) -> None:
 
 
 def _write_questions(method: _Method) -> Value:
-    """Returns 1 if every question about PyTorch's state has the answer that is expected."""
+    """Returns 1 if every question about PyTorch's state has the answer that is expected: of functions without an
+    argument, and of the level of forward mode, an entry of a module.
+    """
     k = method.k
-    good = k.variable(k.i64(1))
-    questions = k.load(PTR, method.held, READER.offset("questions"))
+
+    def known(name: str) -> Value:
+        return k.load(PTR, method.held, READER.offset(name))
+
+    level = method.call("PyDict_GetItem", PTR, known("level_of"), known("level"))
+    good = k.variable(k.zext(_is_same(k, level, known("no_level")), I64))
+    questions = known("questions")
     with k.range(0, k.load(I64, method.held, READER.offset("question_count"))) as n:
         with k.when(good.get().differs(0)):
             answer = method.call("PyObject_CallNoArgs", PTR, k.load(PTR, questions, n * 16))
@@ -320,7 +329,7 @@ class _Arrays:
         # the storage may have been resized
         storage = self.ask("untyped_storage", given)
         self.require(_is_null(k, storage).equals(0))
-        size = self.ask_integer("nbytes", storage)
+        size = call_python(k, "PyObject_Size", I64, storage)
         call_python(k, "Py_DecRef", VOID, storage)
         first = self.ask_integer("storage_offset", given)
         self.require((first >= 0) & ((first + last + 1) * element <= size))

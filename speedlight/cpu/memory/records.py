@@ -110,8 +110,8 @@ PLACE = Record("address", *_OF_DIMS)
 # what reading needs: objects of Python's, and the function that the exchange API hands out
 READER = Record(
     "none", "false", "ndarray", "tensor", "exchange",
-    "is_neg", "is_copy_on_write", "untyped_storage", "nbytes", "storage_offset", "empty_like",
-    "questions", "question_count", "plainly", "region", "taken",
+    "is_neg", "is_copy_on_write", "untyped_storage", "storage_offset", "empty_like",
+    "questions", "question_count", "level_of", "level", "no_level", "plainly", "region", "taken",
 )  # fmt: skip
 # of a thread: how it runs a region on several threads
 TEAM = Record("serve", "threads", "openmp", "clock")

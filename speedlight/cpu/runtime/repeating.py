@@ -27,6 +27,8 @@ _EXCHANGE = b"dlpack_exchange_api"
 _READ_AT = 16 + 3 * 8  # bytes to dltensor_from_py_object_no_sync, behind a header and three other functions
 _MOST_ROOM = 8 << 20  # bytes of a call's words and scratch, at most
 _LINE = 64
+# forward mode's level outside of it, which PyTorch has as this very object: a small number
+_LEVEL, _NO_LEVEL = "_current_level", -1
 
 
 class Functions:
@@ -76,13 +78,11 @@ class Functions:
         exchange = 0 if api is None else _exchange_function(api)
         if not exchange or TORCH.is_cow_tensor is None:
             return
-        level = functools.partial(getattr, TORCH.forward_ad, "_current_level")
         questions = [
             (torch.is_grad_enabled, False),
             (TORCH.len_torch_dispatch_stack, 0),
             (TORCH.get_tracing_state, None),
             (TORCH.peek_interpreter_stack, None),
-            (level, -1),
         ]
         words = (ctypes.c_int64 * (2 * len(questions)))(*[id(x) for pair in questions for x in pair])
         self._held += [questions, words]
@@ -93,9 +93,11 @@ class Functions:
             is_neg=torch.Tensor.is_neg,
             is_copy_on_write=TORCH.is_cow_tensor,
             untyped_storage=torch.Tensor.untyped_storage,
-            nbytes=torch.UntypedStorage.nbytes,
             storage_offset=torch.Tensor.storage_offset,
             empty_like=torch.empty_like,
+            level_of=vars(TORCH.forward_ad),
+            level=_LEVEL,
+            no_level=_NO_LEVEL,
         )
         self._set(tensor=torch.Tensor)  # last: from now on tensors are read
 
