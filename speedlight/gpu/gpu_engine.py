@@ -17,8 +17,6 @@ from ..problem.operands import Dense, Operands, PagedKeys, PageTables, Rows, Str
 from ..problem.plan import Plan
 from ..problem.problem import Problem
 from ..problem.results import Results
-from ..problem.tokens import TokenShape
-from ..problem.windows import Ring
 from . import launch
 from .keys import Keys, arrays_of, checked_tables, is_resident
 from .merging import merged
@@ -29,6 +27,8 @@ from .schedule import check
 from .uploads import check_tables
 
 if TYPE_CHECKING:
+    from ..problem.tokens import TokenShape
+    from ..problem.windows import Ring
     from .storage import CacheStorage, PoolStorage
 
 

@@ -143,8 +143,6 @@ class CacheStorage(TensorStorage):
     No step is prepared to run again: the device takes longer than the checks.
     """
 
-    attends_new = False
-
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         super().__init__(shape, batch, ring.tokens or capacity, device, tokens_first=False)
         self.batch = batch

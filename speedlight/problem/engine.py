@@ -11,11 +11,11 @@ from .gradients import Asked
 from .operands import Dense, Operands, PagedKeys, PageTables, Rows, Strides
 from .problem import Problem
 from .results import Results
-from .tokens import TokenShape
-from .windows import Ring
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a first call of attention() needs none of them
     from .plan import Plan
+    from .tokens import TokenShape
+    from .windows import Ring
 
 
 class Engine(ABC):

@@ -19,6 +19,7 @@ class Storage(ABC):
 
     prepares_steps: ClassVar[bool] = False  # keeps prepared calls, which find_step() returns
     survives_fork: ClassVar[bool] = False  # a forked child has a copy of the memory
+    attends_new: bool = False  # of a cache: attend_new() takes a first chunk where it lies
     shape: TokenShape
     device: Any  # "cpu", or a torch.device
     token_bytes: int  # of one token of one layer

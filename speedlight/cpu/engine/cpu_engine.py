@@ -18,14 +18,14 @@ from ...problem.gradients import Asked
 from ...problem.operands import Dense, Operands, PagedKeys, PageTables, Rows, Strides
 from ...problem.problem import Problem
 from ...problem.results import Results
-from ...problem.tokens import TokenShape
-from ...problem.windows import Ring
 from ..memory.records import SLACK
 from ..runtime.workers import get_threads, machine
 from . import forward_call
 
 if TYPE_CHECKING:
     from ...problem.plan import Plan
+    from ...problem.tokens import TokenShape
+    from ...problem.windows import Ring
     from .storage import CacheStorage, PoolStorage
 
 
