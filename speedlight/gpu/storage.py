@@ -28,7 +28,7 @@ from .rows import Destination, Rows, Tokens, described, device_of, to_numpy, to_
 from .schedule import check, power_above
 
 _ANY = 1 << 40  # tokens: the capacity of a pool's sequence, whose pages the host counts
-_Undo = tuple[Any, Any, list[torch.Tensor]]  # lengths; which slots, and what was in them
+_Overwritten = list[tuple[torch.Tensor, Any, torch.Tensor]]  # memory, which slots, and what is in them
 
 
 class Call(NamedTuple):
@@ -51,15 +51,16 @@ def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
         part[new] = part[old]  # of which this is a copy
 
 
-def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
-    """Copies what moves write over, for put_back(), beside a cache's lengths, without waiting."""
+def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Overwritten:
+    """Copies what moves overwrite, beside a cache's lengths, without waiting."""
     known = isinstance(self, CacheStorage)
     if not moves.to_slot:
-        return (self.lengths.tensor[layer].clone() if known else lengths), None, []
+        return [(self.lengths.tensor, layer, self.lengths.tensor[layer].clone())] if known else []
     if capturing():
         raise UnsupportedError("keep: a CUDA graph cannot replay it; which tokens move would be the same every time.")
     where = _slots(moves.to_owner, moves.to_slot, self.device)
-    return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in self.rows[layer].parts]
+    below = [(part, where, part[where]) for part in self.rows[layer].parts]
+    return [(self.lengths.tensor, layer, torch.tensor(lengths, dtype=torch.int32)), *below] if known else below
 
 
 class DeviceLengths:
@@ -178,20 +179,13 @@ class CacheStorage:
 
     # --- what a failing call has written over
 
-    def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """Returns what put_back() needs, since these slots will be overwritten; None while a CUDA graph is captured."""
+    def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Overwritten:
+        """Copies lengths, and what lies in slots that will be overwritten; nothing while a CUDA graph is captured."""
         if capturing():
-            return None
+            return []
         where = slice(None), slice(None), slots
-        below = [x[where] for x in self.rows[layer].parts] if slots else []
-        return torch.tensor(lengths, dtype=torch.int32), where, below
-
-    def put_back(self, undo: dict[int, _Undo]) -> None:
-        """Puts back what each layer had before."""
-        for layer, (lengths, where, below) in undo.items():
-            self.lengths.tensor[layer].copy_(lengths)
-            for part, x in zip(self.rows[layer].parts, below, strict=False):
-                part[where] = x
+        below = [(part, where, part[where]) for part in self.rows[layer].parts] if slots else []
+        return [(self.lengths.tensor, layer, torch.tensor(lengths, dtype=torch.int32)), *below]
 
     # --- attending
 
@@ -280,12 +274,6 @@ class PoolStorage:
             planes = [to_numpy(x[used]).swapaxes(0, 1) for x in self.rows[layer].planes(index)]
             both.append([x.reshape(1, x.shape[0], -1, x.shape[3])[:, :, :n] for x in planes])
         return both[0], both[1]
-
-    def put_back(self, undo: dict[int, _Undo]) -> None:
-        """Puts back what each layer had before."""
-        for layer, (_, where, below) in undo.items():
-            for part, x in zip(self.rows[layer].parts, below, strict=True):
-                part[where] = x
 
     def put(self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
         """New tokens, one sequence's after the other's."""

@@ -12,9 +12,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a dropped sequence keeps its pages",
-        "kv/pool.py",
-        "dropped += [held[number].pages[:]]",
-        "dropped += [held[number].pages[:0]]",
+        "kv/journal.py",
+        "                pages = records.get(number, _EMPTY).held()\n",
+        "                pages = []\n",
         "tests/conformance/pages/test_pages.py -k nobody_has",
     ),
     Mutation(
@@ -29,8 +29,8 @@ MUTATIONS = (
     Mutation(
         "an interrupted path stays half moved",
         "kv/keeping.py",
-        "                undo[layer] = before",
-        "                pass",
+        "            undo.extend(storage.before_moves(layer, old, moves))",
+        "            storage.before_moves(layer, old, moves)",
         "tests/robustness/test_interrupts.py -k 'keep and anywhere'",
     ),
     Mutation(

@@ -346,8 +346,8 @@ def halfway(monkeypatch, owner, name, at, call):
         ("ring", "attend pieces", "attend", 2),
         ("ring", "attend many", "put", 1),
         ("pool", "attend", "put", 1),
-        ("pool", "append", "_take", 1),
-        ("pool", "append", "_count_dropped", 2),  # nobody else can take pages
+        ("pool", "append", "take", 1),
+        ("pool", "append", "release_unowned", 2),  # nobody else can take pages
         ("pool", "keep", "move", 2),
         ("int8 pool", "keep shared", "move", 1),
         ("pool", "attend chunks", "attend", 1),
@@ -365,7 +365,9 @@ def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
         assert result(w, call) == wanted
 
     owner = w.pool if "pool" in kind else w.cache
-    finish = halfway(monkeypatch, owner if stop[0] == "_" else owner._storage, stop, at, lambda: call(w))
+    of_journal = stop in ("take", "release_unowned")
+    stopped = type(owner._journal) if of_journal else owner._storage
+    finish = halfway(monkeypatch, stopped, stop, at, lambda: call(w))
     try:
         assert child(check)
     finally:

@@ -34,7 +34,7 @@ from .schedule import DECODE_ROWS
 from .steps import Steps
 
 _ALL = slice(None)
-_Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
+_Overwritten = list[tuple[Any, Any, Any]]  # memory, which blocks, and what is in them
 
 
 def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
@@ -81,22 +81,17 @@ def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
         store.move(moves)
 
 
-def _blocks(self: CacheStorage | PoolStorage, layer: int, where: Any) -> _Undo:
-    """Copies blocks that will be written over, for put_back()."""
-    return where, self.keys[layer].memory[where], self.values[layer].memory[where]
+def _blocks(self: CacheStorage | PoolStorage, layer: int, where: Any) -> _Overwritten:
+    """Copies blocks of keys and values that will be overwritten."""
+    both = self.keys[layer].memory, self.values[layer].memory
+    return [(memory, where, memory[where]) for memory in both]
 
 
-def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo | None:
-    """Copies what moves write over, for put_back(); None where nothing moves."""
+def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Overwritten:
+    """Copies what moves overwrite."""
     if not moves.to_slot:
-        return None
+        return []
     return _blocks(self, layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
-
-
-def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
-    """Restores each layer; in a forked child, what another thread of the parent had begun to write over."""
-    for layer, (where, keys, values) in undo.items():
-        self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
 
 
 @functools.cache
@@ -111,7 +106,7 @@ class CacheStorage:
     device = name = "cpu"
     lengths = None  # only the host has them
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
+    move, before_moves, _put_of = _move, _before_moves, _put_of
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -203,10 +198,10 @@ class CacheStorage:
 
     # --- what a failing call has written over
 
-    def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """Copies what lies in slots that will be written over, for put_back(); None where there are none."""
+    def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Overwritten:
+        """Copies what lies in slots that will be overwritten."""
         if not slots:
-            return None
+            return []
         return _blocks(self, layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
 
     # --- attending
@@ -312,7 +307,7 @@ class PoolStorage:
 
     device = "cpu"
     received, query, remember_put = staticmethod(_received), staticmethod(_query), _remember_put
-    move, before_moves, put_back, _put_of = _move, _before_moves, _put_back, _put_of
+    move, before_moves, _put_of = _move, _before_moves, _put_of
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()

@@ -187,11 +187,11 @@ def test_pages_return_when_nobody_has_a_sequence(rng):
     loop.append(loop)  # which only the garbage collector finds
     del b, loop
     gc.collect()
-    assert pool.free_pages == 6 and pool._held.keys() == {empty._number} == pool._handles.keys()
+    assert pool.free_pages == 6 and pool._journal.records.keys() == {empty._number}
     check_accounts(pool, [empty])
     for _ in range(5):
         pool.append(0, [pool.sequence()], k, v)  # each of which finds what the one before it had
-    assert len(pool._held) <= 3 and pool.free_pages == 6
+    assert len(pool._journal.records) <= 3 and pool.free_pages == 6
 
 
 def test_a_block_frees_its_sequence(rng):
@@ -215,7 +215,7 @@ def test_a_sequence_may_go_anywhere_at_any_moment(rng):
     for sequence in held:
         pool.append(0, [sequence], k[:17], v[:17])
     del sequence
-    with pool._taking:
+    with pool._journal.lock:
         for _ in range(50):
             held.pop()
     kept, go = held[:10], threading.Barrier(3)
@@ -293,7 +293,8 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
             return pool.attend(0, [owner], q[:n], k[:n], v[:n])
 
         def state():
-            return owner.keys(0).tobytes(), owner.values(0).tobytes(), owner.pages, pool.free_pages, tuple(pool._others)
+            others = tuple(pool._journal.others.values())
+            return owner.keys(0).tobytes(), owner.values(0).tobytes(), owner.pages, pool.free_pages, others
     else:
         cache = sl.KVCache(
             layers=1, kv_heads=2, head_dim=d, dtype=dtype, **({"window": 40} if kind == "ring" else {"capacity": 900})
