@@ -7,7 +7,9 @@ from itertools import starmap
 from operator import setitem
 from typing import Any
 
-Overwritten = list[tuple[Any, Any, Any]]  # memory, an index into it, and what is there: memory[index] = what was there
+# Memory, an index into it, and what is there: memory[index] = what was there. An index has no list in it, since NumPy
+# looks for signals while it reads one.
+Overwritten = list[tuple[Any, Any, Any]]
 
 
 def transact(owner: Any, mine: set[Any], change: Callable[[], Any], undo: Overwritten | None = None) -> Any:

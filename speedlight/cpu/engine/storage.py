@@ -202,7 +202,8 @@ class CacheStorage:
         """Copies what lies in slots that will be overwritten."""
         if not slots:
             return []
-        return _blocks(self, layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
+        blocks = np.array(sorted({n // BLOCK for n in slots}))
+        return _blocks(self, layer, (_ALL, _ALL, blocks))
 
     # --- attending
 
