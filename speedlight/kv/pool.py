@@ -391,7 +391,8 @@ class PagePool:
                     longer, returned = self._with_pages(f"layer {layer}", longer, fresh, copies, mine)
             batch = Batch([x[1] for x in longer], starts, totals, counts)
             result = run_packed(self._storage, layer, batch, packed)
-            after = dict(zip(numbers, longer, strict=True)) | returned
+            after = dict(zip(numbers, longer, strict=True))
+            after |= returned
             records = journal.records
             records |= after
             return result
