@@ -77,7 +77,7 @@ def _pool(rng: np.random.Generator, cache: Any, k: np.ndarray, v: np.ndarray) ->
     """A pool with the same tokens in pages of 16, handed out in random order."""
     batch, heads, n, d = k.shape
     pool = sl.PagePool(layers=1, pages=batch * -(-n // 16), page_size=16, kv_heads=heads, head_dim=d, dtype=cache.dtype)
-    rng.shuffle(pool._free)
+    rng.shuffle(pool._journal.free)
     sequences = [pool.sequence() for _ in range(batch)]
     for at in range(0, n, 4096):
         for item, sequence in enumerate(sequences):

@@ -22,7 +22,7 @@ from ..problem.checks import MOST
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..problem.results import Results
-from ..problem.storage import Lengths, Storage
+from ..problem.storage import Lengths, Overwritten, Storage
 from ..problem.tokens import Batch, Moves, Piece, TokenShape
 from ..problem.windows import PIECE, Ring
 from .launch import capturing, start
@@ -31,7 +31,6 @@ from .rows import Destination, Rows, Tokens, described, device_of, to_numpy, to_
 from .schedule import check, power_above
 
 _ANY = 1 << 40  # tokens: the capacity of a pool's sequence, whose pages the host counts
-_Undo = tuple[Any, Any, list[torch.Tensor]]  # lengths; which slots, and what was in them
 
 
 class Call(NamedTuple):
@@ -122,19 +121,15 @@ class TensorStorage(Storage):
         for part in self.rows[layer].parts:
             part[new] = part[old]  # of which this is a copy
 
-    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> _Undo:
-        """Copies what moves write over, beside lengths, for put_back(), without waiting."""
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> Overwritten:
+        if not moves.to_slot:
+            return []
         if capturing():
             raise UnsupportedError(
                 "keep: a CUDA graph cannot replay it; which tokens move would be the same every time."
             )
         where = _slots(moves.to_owner, moves.to_slot, self.device)
-        return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in self.rows[layer].parts]
-
-    def put_back(self, undo: dict[int, _Undo]) -> None:
-        for layer, (_, where, below) in undo.items():
-            for part, x in zip(self.rows[layer].parts, below, strict=False):  # where nothing moved, there are none
-                part[where] = x
+        return [(part, where, part[where]) for part in self.rows[layer].parts]
 
 
 class CacheStorage(TensorStorage):
@@ -196,23 +191,23 @@ class CacheStorage(TensorStorage):
 
     # --- what a failing call has written over
 
-    def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """Returns what put_back() needs, since these slots will be overwritten; None while a CUDA graph is captured."""
+    def before(self, layer: int, lengths: list[int], slots: list[int]) -> Overwritten:
+        """Copies lengths, and what lies in slots that will be overwritten; nothing while a CUDA graph is captured."""
         if capturing():
-            return None
+            return []
         where = slice(None), slice(None), slots
-        below = [x[where] for x in self.rows[layer].parts] if slots else []
-        return torch.tensor(lengths, dtype=torch.int32), where, below
+        below = [(part, where, part[where]) for part in self.rows[layer].parts] if slots else []
+        return [self._old_lengths(layer, torch.tensor(lengths, dtype=torch.int32)), *below]
 
-    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> _Undo:
-        if not moves.to_slot:
-            return self.lengths.tensor[layer].clone(), None, []
-        return super().before_moves(layer, lengths, moves)
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> Overwritten:
+        below = super().before_moves(layer, lengths, moves)
+        if below:
+            return [self._old_lengths(layer, torch.tensor(lengths, dtype=torch.int32)), *below]
+        return [self._old_lengths(layer, self.lengths.tensor[layer].clone())]
 
-    def put_back(self, undo: dict[int, _Undo]) -> None:
-        for layer, (lengths, _, _) in undo.items():
-            self.lengths.tensor[layer].copy_(lengths)
-        super().put_back(undo)
+    def _old_lengths(self, layer: int, lengths: torch.Tensor) -> tuple[Any, Any, Any]:
+        """Returns the lengths of a layer as a part of what is overwritten."""
+        return self.lengths.tensor, layer, lengths
 
     # --- attending
 

@@ -27,13 +27,14 @@ from ..problem.checks import (
 )
 from ..problem.options import PLAIN, AnyArray, ArrayOf, Dtype, DtypeName, Ints, Options, StepCall, StepOptions, T
 from ..problem.signatures import public, refuse_unknown
+from ..problem.storage import Overwritten
 from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved
 from .keeping import Left, Lengths, kept, shorten, truncated
 from .query import Query, check_queries, padded_tokens, piece_of, query_of
 from .running import attend_pieces, repeat
-from .transaction import transact
+from .transaction import put_back, transact
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,7 +98,7 @@ class KVCache:
         # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
         self._held: list[Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers being written to
-        self._undo: dict[int, dict[int, Any]] = {}  # of changes in progress: by layer what the storage puts back
+        self._undo: dict[int, Overwritten] = {}  # of changes in progress: what they overwrite
         renew_after_fork(self)
 
     def __repr__(self) -> str:
@@ -196,7 +197,7 @@ class KVCache:
         """In the child: claims of the parent's threads are dropped, and their unfinished writes rolled back."""
         if self._storage.survives_fork:
             for undo in self._undo.values():
-                self._storage.put_back(undo)
+                put_back(undo)
         self._claims, self._undo = set(), {}
 
     # --- growing
@@ -314,15 +315,14 @@ class KVCache:
 
     def _grow(self, layer: int, k: Any, v: Any, counts: list[int], query: Query | None) -> Any:
         """Stores new tokens, and computes what a query then sees."""
-        storage, ring, undo = self._storage, self._ring, {}
+        storage, ring = self._storage, self._ring
+        undo: Overwritten = []
 
         def change() -> Any:
             lengths, written = self._now()[layer]
             totals = new_totals(layer, lengths, counts, self.capacity, self.window)
             after, result = (totals, ring.reached(written, totals)), None
-            before = storage.before(layer, lengths, ring.overwritten(written, totals))
-            if before is not None:
-                undo[layer] = before
+            undo.extend(storage.before(layer, lengths, ring.overwritten(written, totals)))
             if query is None:
                 storage.put(layer, lengths, counts, k, v)
             else:

@@ -11,9 +11,9 @@ from ..arrays.array import listed
 from ..arrays.integers import integer, is_one
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..problem.checks import shorter_lengths
+from ..problem.storage import Overwritten
 from ..problem.tokens import Moves
 from ..problem.windows import Ring
-from .sharing import Held
 from .transaction import transact
 
 Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
@@ -127,15 +127,14 @@ def _check_path(path: list[int], start: int, least: int, whose: str) -> None:
 
 def shorten(cache: Any, find_left: Callable[[], Left]) -> None:
     """Makes a cache what find_left() returns: truncate(), keep() and clear()."""
-    storage, undo = cache._storage, {}
+    storage = cache._storage
+    undo: Overwritten = []
 
     def change() -> None:
         lengths, moves = find_left()
         after = [(lengths, cache._ring.shortened(old, lengths)) for _, old in cache._held]
         for layer, (old, _) in enumerate(cache._held):
-            before = storage.before_moves(layer, old, moves)
-            if before is not None:
-                undo[layer] = before
+            undo.extend(storage.before_moves(layer, old, moves))
         for layer in range(cache.layers if moves.to_slot else 0):
             storage.move(layer, moves)
         storage.lengths.set([lengths] * cache.layers)
@@ -146,28 +145,25 @@ def shorten(cache: Any, find_left: Callable[[], Left]) -> None:
 
 def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
     """Keeps tokens of a sequence: they move within its pages, or in copies of shared ones."""
-    number, size, storage = sequence._number, pool.page_size, pool._storage
-    undo: dict[int, Any] = {}
-    taken: list[int] = []
+    number, size, storage, mine = sequence._number, pool.page_size, pool._storage, {sequence._number}
+    undo: Overwritten = []
 
     def change() -> None:
-        replaced, dropped, held = [], pool._dropped, pool._held
-        old = new = pool._of(sequence)
+        records, old = pool._journal.records, pool._of(sequence)
         first, path = path_of(indices, start, min(old.lengths))
         length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
+        new, returned = old, {}
         if moved:
             copies = pool._shared([old], [moved[0][1]], [length])
             if copies:
-                (new,), replaced = pool._with_pages("keep", [old], [0], copies, taken)
+                (new,), returned = pool._with_pages("keep", [old], [0], copies, mine)
             places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
             moves = Moves(*map(list, zip(*places, strict=True)))
             for layer in range(pool.layers):
-                undo[layer] = storage.before_moves(layer, [], moves)
+                undo.extend(storage.before_moves(layer, [], moves))
             for layer in range(pool.layers):
                 storage.move(layer, moves)
-        still = -(-length // size)
-        after, left = Held(new.pages[:still], new.table, [length] * pool.layers), replaced + new.pages[still:]
-        held[number] = after
-        dropped += [left]
+        after = pool._shortened(number, new, length, mine) | returned
+        records |= after
 
-    transact(pool, {number}, change, undo, taken)
+    transact(pool, mine, change, undo)

@@ -1,20 +1,17 @@
-"""Pool of pages for many sequences: allocation, sharing, copy-on-write and release; batches are packed.
+"""Pool of pages for many sequences: growing, sharing, copy-on-write and release; batches are packed.
 
-Owners of pages, claims and rollback are here, for every device; an engine's storage keeps the tokens.
+The accounts are the same for every device; an engine's storage keeps the tokens.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..engines import by_name
-from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, not_pickled, shown
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, not_pickled, shown
 from ..errors.advice import of_packed
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
@@ -22,13 +19,15 @@ from ..host.notebooks import bars
 from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
 from ..problem.options import PLAIN, AnyArray, ArrayOf, Dtype, Ints, Options, StepCall, StepOptions, T
 from ..problem.signatures import public, refuse_unknown
+from ..problem.storage import Overwritten
 from ..problem.tokens import BLOCK, Batch, TokenShape
+from .journal import PageJournal, SequencePages, loan_of
 from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of
 from .running import run_packed
 from .saving import save_sequence
 from .sequence import PagedSequence
-from .sharing import Held, lengths_after, shared_pages, with_pages
-from .transaction import transact
+from .sharing import lengths_after, shared_pages, with_pages
+from .transaction import put_back, transact
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 Sequences = Sequence[PagedSequence]
 
 _HANDLES = {PagedSequence}
-_numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
 
 
 class PagePool:
@@ -88,17 +86,9 @@ class PagePool:
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
         # first: the reservation may fail
         self._storage = engine.pool_storage(shape, self.pages, self.page_size, device)
-        self._held: dict[int, Held] = {}  # by the number of the handle
-        # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
-        # without a lock, and no signal can come between. Whoever needs pages next releases what it held.
-        self._handles: dict[int, weakref.ref[PagedSequence]] = {}
-        self._gone: dict[int, Any] = {}
-        self._claims: set[Any] = set()  # numbers of sequences being written to
-        self._undo: dict[int, dict[int, Any]] = {}  # of changes in progress: by layer what the storage puts back
-        self._dropped: list[list[int]] = []  # released, and counted by whoever needs the free list next
-        self._taking = threading.RLock()
-        self._free = list(range(self.pages - 1, -1, -1))
-        self._others = [0] * self.pages  # references to each page beyond the first
+        self._journal = PageJournal(self.pages)
+        self._claims = self._journal.claims
+        self._undo: dict[int, Overwritten] = {}  # of changes in progress: what they overwrite
         renew_after_fork(self)
 
     def __repr__(self) -> str:
@@ -108,8 +98,9 @@ class PagePool:
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: the pages that each sequence holds; forks share some."""
-        self._release_gone()
-        return bars(repr(self), "pages", self.pages, [len(x.pages) for x in self._held.values()])
+        self._journal.release_unowned()
+        records = list(self._journal.records.values())
+        return bars(repr(self), "pages", self.pages, [x.used for x in records if x.handle is not None])
 
     __reduce__: Any = not_pickled("PagePool", "its sequences would not come along: fork() them, or make another pool")
 
@@ -118,8 +109,8 @@ class PagePool:
     @property
     def free_pages(self) -> int:
         """Pages that no sequence holds."""
-        self._count_dropped()
-        return len(self._free)
+        self._journal.release_unowned()
+        return len(self._journal.free)
 
     @property
     def page_bytes(self) -> int:
@@ -131,108 +122,47 @@ class PagePool:
         """Bytes of the pages that sequences hold; a shared page counts once."""
         return (self.pages - self.free_pages) * self.page_bytes
 
-    # Pages change hands in runs of plain stores and operators: see transact().
-
-    def _release_gone(self) -> None:
-        """Releases the pages of sequences whose handles nobody has."""
-        gone, handles, held, dropped = self._gone, self._handles, self._held, self._dropped
-        for number in list(gone) if gone else ():
-            if number in gone:  # no other thread was here meanwhile
-                if number in held:  # it was not freed
-                    dropped += [held[number].pages[:]]
-                    del held[number]
-                if number in handles:
-                    del handles[number]
-                del gone[number]
-
-    def _count_dropped(self) -> None:
-        """Drops a reference of each released page; those without any are free."""
-        self._release_gone()
-        dropped, free, others = self._dropped, self._free, self._others
-        while True:
-            if not dropped:
-                return
-            pages = dropped[-1]
-            if not pages:
-                del dropped[-1]
-                continue
-            page = pages[-1]
-            del pages[-1]
-            if others[page]:
-                others[page] -= 1
-            else:
-                free += [page]
-
-    def _take(self, wherefore: str, count: int) -> list[int]:
-        """Takes so many free pages; raises CacheFull, and takes none, where there are fewer."""
-        free, taken = self._free, []
-        try:
-            with self._taking:
-                self._count_dropped()
-                left = len(free)  # once: other threads may be giving pages back
-                if count > left:
-                    raise CacheFull(
-                        f"{wherefore}: {count} pages are needed, {left} of {self.pages} are free. "
-                        f"{'free() or truncate() sequences, or make' if left < self.pages else 'Make'} a pool of "
-                        "more pages.",
-                        count,
-                        left,
-                    )
-                for _ in range(count):
-                    page = free[-1]
-                    del free[-1]
-                    taken += [page]
-        except BaseException:
-            self._dropped += [taken]
-            raise
-        return taken
-
     def after_fork(self) -> None:
-        """In the child: claims of the parent's threads are dropped, pages that they had taken are free, and what they
-        had begun to move is back.
-        """
+        """In the child: the calls of the parent's other threads have ended, and what they overwrote is back."""
         if self._storage.survives_fork:
             for undo in self._undo.values():
-                self._storage.put_back(undo)
-        if self._claims:
-            held = Counter(page for x in self._held.values() for page in x.pages)
-            self._others[:] = [max(held[page] - 1, 0) for page in range(self.pages)]
-            self._free[:] = [page for page in reversed(range(self.pages)) if not held[page]]
-            self._dropped[:] = []
-        self._claims, self._undo, self._taking = set(), {}, threading.RLock()
+                put_back(undo)
+        self._undo = {}
+        self._journal.after_fork()
 
     # --- sequences
 
     def sequence(self) -> PagedSequence:
         """Makes a new sequence, without tokens. Its pages return when it is freed or deleted."""
-        self._release_gone()
-        return self._add(Held([], self._storage.new_table(), [0] * self.layers))
-
-    def _add(self, content: Held) -> PagedSequence:
-        """Makes the handle of a sequence that holds this."""
-        number, handles, held = next(_numbers), self._handles, self._held
-        new = PagedSequence(self, number)
-        handle = weakref.ref(new, partial(self._gone.__setitem__, number))
-        handles[number] = handle
-        held[number] = content
+        self._journal.release_unowned()
+        records, number = self._journal.records, self._journal.next_number()
+        new, handle = self._handle(number)
+        record = SequencePages([], self._storage.new_table(), [0] * self.layers, 0, handle)
+        records[number] = record
         return new
 
-    def _of(self, sequence: Any) -> Held:
+    def _handle(self, number: int) -> tuple[PagedSequence, weakref.ref[PagedSequence]]:
+        """Makes the handle of a record, and a reference to it, which enters its number when nobody has it any more."""
+        new = PagedSequence(self, number)
+        return new, weakref.ref(new, partial(self._journal.unowned.__setitem__, number))
+
+    def _of(self, sequence: Any) -> SequencePages:
+        """Returns the record of a sequence."""
         if not isinstance(sequence, PagedSequence):
             raise ArgumentTypeError(
                 f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}."
             )
         if sequence.pool is not self:
             raise ArgumentError("sequences: expected sequences of this pool; got one of another pool.")
-        held = self._held.get(sequence._number)
-        if held is None:
+        record = self._journal.records.get(sequence._number)
+        if record is None:
             raise ArgumentError("sequences: this sequence was freed. Make a new one with pool.sequence().")
-        return held
+        return record
 
-    def _several(self, sequences: list[Any], numbers: list[Any]) -> list[Held]:
-        """_of() each; at once where all are there: no two pools give the same number."""
-        held = self._held
-        found: list[Any] = [held.get(n) for n in numbers]
+    def _several(self, sequences: list[Any], numbers: list[Any]) -> list[SequencePages]:
+        """Returns the record of each; at once where all are there: no two pools give the same number."""
+        records = self._journal.records
+        found: list[Any] = [records.get(n) for n in numbers]
         if None in found or {type(x) for x in sequences} != _HANDLES:
             return [self._of(x) for x in sequences]
         return found
@@ -242,52 +172,77 @@ class PagePool:
 
     def _fork(self, sequence: PagedSequence) -> PagedSequence:
         """Makes another sequence of the same pages."""
-        shared: list[int] = []
+        mine = {sequence._number}
 
         def change() -> PagedSequence:
-            old, others, counted = self._of(sequence), self._others, shared
-            copied = old._replace(table=self._storage.copied(old.table))
-            for page in old.pages:
-                others[page] += 1
-                counted += [page]
-            return self._add(copied)
+            old, storage, unowned = self._of(sequence), self._storage, self._journal.unowned
+            number = self._journal.lend(mine)
+            new, handle = self._handle(number)
+            pages = old.held()
+            table = storage.extended(storage.copied(old.table), pages, old.used, [])
+            self._journal.share(number, SequencePages(pages, table, old.lengths, old.used, handle))
+            del unowned[number]
+            return new
 
-        return transact(self, {sequence._number}, change, None, shared)
+        return transact(self, mine, change)
 
-    def _shorten(self, sequence: PagedSequence, length: int | None) -> None:
-        """Shortens a sequence to so many tokens; None frees it."""
-        number = sequence._number
+    def _truncate(self, sequence: PagedSequence, length: int) -> None:
+        """Shortens a sequence to so many tokens."""
+        number, mine = sequence._number, {sequence._number}
 
         def change() -> None:
-            held, dropped, old = self._held, self._dropped, self._of(sequence)
+            records, old = self._journal.records, self._of(sequence)
             least = min(old.lengths)
-            if length is not None and not 0 <= length <= least:
+            if not 0 <= length <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {shown(length)}.")
-            still = -(-(length or 0) // self.page_size)
-            left = [old.pages[still:]] if still < len(old.pages) else []
-            if length is None:
-                del held[number]
-            else:
-                new = Held(old.pages[:still], old.table, [length] * self.layers)
-                held[number] = new
-            dropped += left
+            after = self._shortened(number, old, length, mine)
+            records |= after
 
-        transact(self, {number}, change)
+        transact(self, mine, change)
 
-    def _shared(self, before: list[Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
+    def _shortened(self, number: int, old: SequencePages, length: int, mine: set[Any]) -> dict[int, SequencePages]:
+        """Returns the record of a sequence of `length` tokens, and a loan of the pages that it no longer has."""
+        used = -(-length // self.page_size)
+        after = {number: old._replace(lengths=[length] * self.layers, used=used)}
+        left = old.pages[used : old.used]
+        if left:
+            after[self._journal.lend(mine)] = loan_of(left)
+        return after
+
+    def _free(self, sequence: PagedSequence) -> None:
+        """Ends a sequence."""
+        number, mine = sequence._number, {sequence._number}
+
+        def change() -> None:
+            records, old = self._journal.records, self._of(sequence)
+            loan = self._journal.lend(mine)
+            record = loan_of(old.held())
+            records[loan] = record
+            del records[number]
+
+        transact(self, mine, change)
+
+    def _shared(self, before: list[SequencePages], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
         """Returns shared pages that would be written to, once sequences that have gone are counted."""
-        copies = shared_pages(before, starts, totals, self.page_size, self._others)
+        copies = shared_pages(before, starts, totals, self.page_size, self._journal.others)
         if copies:  # as far as is known: those who shared pages may have gone
-            self._count_dropped()
-            copies = shared_pages(before, starts, totals, self.page_size, self._others)
+            self._journal.release_unowned()
+            copies = shared_pages(before, starts, totals, self.page_size, self._journal.others)
         return copies
 
     def _with_pages(
-        self, wherefore: str, before: list[Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
-    ) -> tuple[list[Held], list[int]]:
-        """Copies on write, as with_pages() does, to pages that it enters into `taken`."""
-        taken += self._take(wherefore, sum(fresh) + len(copies))
-        return with_pages(self._storage, before, fresh, copies, taken)
+        self,
+        wherefore: str,
+        before: list[SequencePages],
+        fresh: list[int],
+        copies: list[tuple[int, int]],
+        mine: set[Any],
+    ) -> tuple[list[SequencePages], dict[int, SequencePages]]:
+        """Copies on write, as with_pages() does, to pages of a loan; returns also the loan of those replaced."""
+        loan = self._journal.lend(mine)
+        taken = self._journal.take(loan, sum(fresh) + len(copies), wherefore)
+        longer, replaced = with_pages(self._storage, before, fresh, copies, taken)
+        return longer, {loan: loan_of(replaced)}
 
     def _busy(self, numbers: set[Any]) -> CacheBusy:
         """Makes the error for a second writer, which does not wait."""
@@ -296,12 +251,12 @@ class PagePool:
         )
 
     def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
-        held, layer = self._of(sequence), self._layer(layer)
-        return self._storage.tokens(layer, part, held.pages, held.lengths[layer])
+        record, layer = self._of(sequence), self._layer(layer)
+        return self._storage.tokens(layer, part, record.pages, record.lengths[layer])
 
     def _save(self, sequence: PagedSequence, path: Any) -> None:
-        held = self._of(sequence)
-        save_sequence(self._storage, list(held.lengths), held.pages, path)
+        record = self._of(sequence)
+        save_sequence(self._storage, list(record.lengths), record.pages, path)
 
     # --- append and attend
 
@@ -413,34 +368,35 @@ class PagePool:
 
     def _read(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
         """Computes what queries see of the stored tokens."""
-        held = self._several(sequences, [getattr(x, "_number", None) for x in sequences])
-        tables, lengths = [x[1] for x in held], [x[2][layer] for x in held]  # by number in half the time
+        records = self._several(sequences, [getattr(x, "_number", None) for x in sequences])
+        tables, lengths = [x[1] for x in records], [x[2][layer] for x in records]  # by number in half the time
         return run_packed(self._storage, layer, Batch(tables, lengths, lengths, packed.asked), packed)
 
     def _grow(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
         """Stores new tokens, and computes what queries then see."""
         numbers = [getattr(x, "_number", None) for x in sequences]
-        counts, size, mine, taken = packed.counts, self.page_size, set(numbers), []
+        counts, size, mine = packed.counts, self.page_size, set(numbers)
         if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
 
         def change() -> Any:
-            held, dropped, left = self._held, self._dropped, []
+            journal = self._journal
+            returned: dict[int, SequencePages] = {}
             before = self._several(sequences, numbers)
-            starts, totals, longer, fits = lengths_after(before, layer, counts, size, self._others)
+            starts, totals, longer, fits = lengths_after(before, layer, counts, size, journal.others)
             if packed.asked is not counts and packed.query is not None:
                 check_asked(packed.asked, totals)
             if not fits:
                 copies = self._shared(before, starts, totals)
-                fresh = [max(-(-n // size) - len(x.pages), 0) for x, n in zip(before, totals, strict=True)]
+                fresh = [max(-(-n // size) - x.used, 0) for x, n in zip(before, totals, strict=True)]
                 if copies or any(fresh):
-                    longer, replaced = self._with_pages(f"layer {layer}", longer, fresh, copies, taken)
-                    left = [replaced] if replaced else []
+                    longer, returned = self._with_pages(f"layer {layer}", longer, fresh, copies, mine)
             batch = Batch([x[1] for x in longer], starts, totals, counts)
             result = run_packed(self._storage, layer, batch, packed)
             after = dict(zip(numbers, longer, strict=True))
-            held |= after
-            dropped += left
+            after |= returned
+            records = journal.records
+            records |= after
             return result
 
-        return transact(self, mine, change, None, taken)
+        return transact(self, mine, change)

@@ -36,8 +36,8 @@ class PagedSequence:
         self.pool, self._number = pool, number
 
     def __repr__(self) -> str:
-        held = self.pool._held.get(self._number)
-        content = "freed" if held is None else f"{max(held.lengths)} tokens, {len(held.pages)} pages"
+        record = self.pool._journal.records.get(self._number)
+        content = "freed" if record is None else f"{max(record.lengths)} tokens, {record.used} pages"
         return f"PagedSequence({content})"
 
     def __enter__(self) -> PagedSequence:
@@ -46,7 +46,7 @@ class PagedSequence:
 
     def __exit__(self, *_: Any) -> None:
         """Frees it, unless that was done inside."""
-        if self._number in self.pool._held:
+        if self._number in self.pool._journal.records:
             self.free()
 
     def length(self, layer: int = 0) -> int:
@@ -56,7 +56,7 @@ class PagedSequence:
     @property
     def pages(self) -> tuple[int, ...]:
         """Pages that it holds, in order."""
-        return tuple(self.pool._of(self).pages)
+        return tuple(self.pool._of(self).held())
 
     def fork(self) -> PagedSequence:
         """Makes another sequence of the same tokens. Pages are shared until one of the two writes to them."""
@@ -72,7 +72,7 @@ class PagedSequence:
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
-        self.pool._shorten(self, integer("length", length))
+        self.pool._truncate(self, integer("length", length))
 
     def keep(self, indices: Any, *, start: int) -> None:
         """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
@@ -98,7 +98,7 @@ class PagedSequence:
 
     def free(self) -> None:
         """Returns its pages to the pool. The handle cannot be used afterwards."""
-        self.pool._shorten(self, None)
+        self.pool._free(self)
 
     def save(self, path: str | Path) -> None:
         """Writes its tokens to a .safetensors file, which KVCache.load() reads as a cache of one sequence: its keys and

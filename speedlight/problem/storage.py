@@ -9,6 +9,10 @@ from typing import Any, ClassVar
 from ..arrays.memory import Array
 from .tokens import Moves, TokenShape
 
+# Memory, an index into it, and what is there: memory[index] = what was there. An index has no list in it, since NumPy
+# looks for signals while it reads one.
+Overwritten = list[tuple[Any, Any, Any]]
+
 
 class Storage(ABC):
     """Base of the storages, which keep the tokens of every layer in memory of one device.
@@ -41,12 +45,8 @@ class Storage(ABC):
         """Moves tokens of a layer."""
 
     @abstractmethod
-    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> Any:
-        """Copies what moves write over, for put_back(); may return None where nothing moves."""
-
-    @abstractmethod
-    def put_back(self, undo: dict[int, Any]) -> None:
-        """Restores each layer from what before() or before_moves() returned."""
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> Overwritten:
+        """Copies what moves overwrite."""
 
 
 class Lengths:

@@ -12,10 +12,33 @@ MUTATIONS = (
     ),
     Mutation(
         "a dropped sequence keeps its pages",
-        "kv/pool.py",
-        "dropped += [held[number].pages[:]]",
-        "dropped += [held[number].pages[:0]]",
+        "kv/journal.py",
+        "                pages = records.get(number, _EMPTY).held()\n",
+        "                pages = []\n",
         "tests/conformance/pages/test_pages.py -k nobody_has",
+    ),
+    Mutation(
+        "a call takes pages that a signal handler has just taken",
+        "kv/journal.py",
+        """                if self.version is seen:
+                    del free[last]""",
+        """                if self.version:
+                    del free[last]""",
+        "tests/robustness/test_interrupts.py -k 'handler_may_use and append'",
+    ),
+    Mutation(
+        "pages that a failing call took are lost",
+        "kv/journal.py",
+        "        claims |= added\n        unowned[number] = None\n",
+        "        claims |= added\n",
+        "tests/conformance/pages/test_pages.py -k takes_nothing_from",
+    ),
+    Mutation(
+        "pages that are read are replaced in place",
+        "kv/sharing.py",
+        "            pages = record.held()",
+        "            pages = record.pages",
+        "tests/conformance/pages/test_pages.py -k 'takes_nothing_from or any_allocation'",
     ),
     Mutation(
         "a path is moved in pages that a fork shares",
@@ -29,8 +52,8 @@ MUTATIONS = (
     Mutation(
         "an interrupted path stays half moved",
         "kv/keeping.py",
-        "                undo[layer] = before",
-        "                pass",
+        "            undo.extend(storage.before_moves(layer, old, moves))",
+        "            storage.before_moves(layer, old, moves)",
         "tests/robustness/test_interrupts.py -k 'keep and anywhere'",
     ),
     Mutation(

@@ -31,7 +31,7 @@ def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "dtype": dtype}
     here, there = sl.PagePool(**sizes), sl.PagePool(**sizes, device="cuda")
     ours, theirs = ([pool.sequence() for _ in range(3)] for pool in (here, there))
-    rng.shuffle(there._free)
+    rng.shuffle(there._journal.free)
     for step, counts in enumerate(([40, 0, 70], [1, 1, 1], [5, 1, 20], [1, 1, 1, 1], [2, 20, 1, 3])):
         if len(counts) > len(ours):
             ours.append(ours[0].fork())
@@ -61,7 +61,7 @@ def test_a_pool_has_the_bits_of_one_sequence_alone(rng):
     answers = []
     for beside in ([], [1], [40, 3]):
         pool = sl.PagePool(layers=1, pages=60, page_size=16, kv_heads=1, head_dim=16, dtype="bfloat16", device="cuda")
-        rng.shuffle(pool._free)
+        rng.shuffle(pool._journal.free)
         sequences = [pool.sequence() for _ in range(1 + len(beside))]
         out = []
         for first, n in ((0, 50), (50, 240), (290, 1), (291, 5)):

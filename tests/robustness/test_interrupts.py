@@ -5,6 +5,7 @@ lost.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import itertools
 import os
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from conftest import FULL
-from injection import Interrupt, interrupted, needs_places, places, spread
+from injection import Interrupt, handled, interrupted, needs_places, places, spread
 from pools import check_accounts, forget_steps
 
 import speedlight as sl
@@ -244,6 +245,39 @@ def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
     assert result(w, call) == wanted
 
 
+def uses(w):
+    """Does in a signal handler what a program may do with a pool; leaves it as it was."""
+    pool, own = w.pool, w.pool.sequence()
+    pool.append(0, [own], w.few.k, w.few.v)
+    pool.attend(1, [own], w.one.q, w.one.k, w.one.v, new_lengths=[3])
+    own.truncate(0)
+    for sequence in w.sequences:
+        try:
+            fork = sequence.fork()
+        except (sl.CacheBusy, sl.ArgumentError):  # the call writes to it, or has freed it
+            continue
+        pool.append(0, [fork, own], w.one.k[:2], w.one.v[:2])
+        fork.free()
+    assert pool.free_pages >= 1
+
+
+@needs_places
+@pytest.mark.parametrize("within", ["", "kv/journal"])
+@pytest.mark.parametrize("name", POOL)
+def test_a_signal_handler_may_use_the_pool(name, within):
+    """At any place of a call, which then goes on; between the pages' own accounts and their change, too."""
+    call, _ = POOL[name]
+    sl.set_threads(1)
+    wanted = result(world("pool"), call)
+    forget_steps()
+    found = places(functools.partial(call, world("pool")), (within,))
+    for n in spread(found, MOST if not within else 60):
+        w = world("pool")
+        forget_steps()
+        got = result(w, lambda w, n=n: handled(lambda: call(w), n, lambda: uses(w), (within,)))
+        assert got == wanted, f"place {n} of {len(found)}"
+
+
 # --- with real signals
 
 
@@ -346,8 +380,8 @@ def halfway(monkeypatch, owner, name, at, call):
         ("ring", "attend pieces", "attend", 2),
         ("ring", "attend many", "put", 1),
         ("pool", "attend", "put", 1),
-        ("pool", "append", "_take", 1),
-        ("pool", "append", "_count_dropped", 2),  # nobody else can take pages
+        ("pool", "append", "take", 1),
+        ("pool", "append", "release_unowned", 2),  # nobody else can take pages
         ("pool", "keep", "move", 2),
         ("int8 pool", "keep shared", "move", 1),
         ("pool", "attend chunks", "attend", 1),
@@ -365,7 +399,9 @@ def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
         assert result(w, call) == wanted
 
     owner = w.pool if "pool" in kind else w.cache
-    finish = halfway(monkeypatch, owner if stop[0] == "_" else owner._storage, stop, at, lambda: call(w))
+    of_journal = stop in ("take", "release_unowned")
+    stopped = type(owner._journal) if of_journal else owner._storage
+    finish = halfway(monkeypatch, stopped, stop, at, lambda: call(w))
     try:
         assert child(check)
     finally:
@@ -410,6 +446,16 @@ def test_a_ring_is_as_it_was_when_signals_come_in_threes(rng):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before_handler)
+
+
+def test_what_is_rolled_back_is_written_without_a_look_at_signals(rng):
+    """NumPy looks for signals while it reads a list."""
+    w = made_ring(rng)
+    overwritten = w.cache._storage.before(0, [740, 740], list(range(5, 60)))
+    for memory, index, saved in overwritten:
+        assert np.array_equal(memory[index], saved) and not np.shares_memory(memory, saved)
+        assert all(isinstance(x, (slice, np.ndarray)) for x in index)
+    assert len(overwritten) == 2
 
 
 @needs_places

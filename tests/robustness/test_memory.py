@@ -135,7 +135,7 @@ def test_guard_pages_of_pools(isa, one_width, guarded, dtype, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(blocks, "pages", ending_memory(guarded))
             pool = sl.PagePool(layers=1, pages=6, page_size=size, kv_heads=1, head_dim=d, value_dim=dv, dtype=dtype)
-        rng.shuffle(pool._free)
+        rng.shuffle(pool._journal.free)
         sequences = [pool.sequence(), pool.sequence()]
         while pool.free_pages > 1:
             counts = [int(rng.integers(0, 1 + size // int(rng.integers(1, 9)))) for _ in sequences]

@@ -8,6 +8,7 @@ of those that it calls, `interrupted` can raise an exception as CPython would: a
     for n in places(call):         # calls it once to count
         if interrupted(call, n):   # raised at the n-th place; False where it ended without
             ...                    # everything must be as it was before the call
+        handled(call, n, handler)  # a handler that returns: the call must go on as if nothing had come between
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ def interrupted(call: Callable[[], Any], at: int, within: tuple[str, ...] = ("",
     return False
 
 
+def handled(call: Callable[[], Any], at: int, handler: Callable[[], Any], within: tuple[str, ...] = ("",)) -> Any:
+    """Returns the result of a call during which, at its `at`-th place, a signal handler runs and returns."""
+    probe = _Probe(at, within, handler)
+    result = probe.run(call)
+    assert probe.raised, "there is no such place"
+    return result
+
+
 def spread(found: range, most: int) -> Iterator[int]:
     """At most so many of the places, evenly; the first and the last among them."""
     step = max(1, -(-len(found) // most))
@@ -70,11 +79,15 @@ def _code(code: CodeType) -> tuple[dict[int, str], dict[int, Any]]:
     return names, handlers
 
 
-class _Probe:
-    """Counts places and raises at one of them."""
+def _interrupt() -> None:
+    raise Interrupt
 
-    def __init__(self, at: int, within: tuple[str, ...] = ("",)) -> None:
-        self.at, self.within, self.count, self.raised = at, within, 0, False
+
+class _Probe:
+    """Counts places and runs a signal handler at one of them; the usual one raises."""
+
+    def __init__(self, at: int, within: tuple[str, ...] = ("",), handler: Callable[[], Any] = _interrupt) -> None:
+        self.at, self.within, self.count, self.raised, self.handler = at, within, 0, False, handler
         self.last: dict[FrameType, int] = {}  # the instruction that a frame is in
         self.told: set[FrameType] = set()  # whose call in progress has places of its own
         self.depth: FrameType | None = None
@@ -107,7 +120,7 @@ class _Probe:
         self.count += 1
         if self.count == self.at:
             self.raised = True
-            raise Interrupt
+            self.handler()
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
         """A Python function starts, or a generator goes on."""

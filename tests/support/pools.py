@@ -36,13 +36,12 @@ def alone(dtype, d, dv, chunks, **options):
 
 
 def check_accounts(pool, sequences):
-    """Every page is free, or held as often as counted."""
-    held = Counter(page for s in sequences for page in s.pages)
-    assert (
-        pool.free_pages == len(pool._free) == pool.pages - len(held) and pool.used_bytes == len(held) * pool.page_bytes
-    )
-    assert sorted([*held, *pool._free]) == list(range(pool.pages))
-    assert [pool._others[page] for page in range(pool.pages)] == [max(held[page] - 1, 0) for page in range(pool.pages)]
+    """Every page is free, or held as often as counted; nobody else has a record."""
+    held, free, journal = Counter(page for s in sequences for page in s.pages), pool.free_pages, pool._journal
+    assert free == len(journal.free) == pool.pages - len(held) and pool.used_bytes == len(held) * pool.page_bytes
+    assert sorted([*held, *journal.free]) == list(range(pool.pages))
+    assert journal.others == {page: max(held[page] - 1, 0) for page in range(pool.pages)}
+    assert journal.records.keys() == {s._number for s in sequences} and not journal.unowned and not pool._claims
 
 
 def kept_steps(owner):

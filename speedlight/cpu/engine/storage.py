@@ -24,7 +24,7 @@ from ...problem.options import Options
 from ...problem.prepared import Prepared
 from ...problem.problem import SPAN, TILE, Problem, spans_of
 from ...problem.results import Results
-from ...problem.storage import Lengths, Storage
+from ...problem.storage import Lengths, Overwritten, Storage
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import Ring
 from ..memory.blocks import LARGE_PAGE, make_stores
@@ -37,7 +37,6 @@ from .schedule import DECODE_ROWS
 from .steps import Steps
 
 _ALL = slice(None)
-_Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
 
 
 @functools.cache
@@ -112,20 +111,15 @@ class BlockStorage(Storage):
         self.keys[layer].move(moves)
         self.values[layer].move(moves)
 
-    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> _Undo | None:
+    def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> Overwritten:
         if not moves.to_slot:
-            return None
+            return []
         return self._copied_blocks(layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
 
-    def _copied_blocks(self, layer: int, where: Any) -> _Undo:
-        """Copies blocks that will be written over, for put_back()."""
-        return where, self.keys[layer].memory[where], self.values[layer].memory[where]
-
-    def put_back(self, undo: dict[int, _Undo]) -> None:
-        """Restores each layer; in a forked child, what another thread of the parent had begun to write over."""
-        for layer, (where, keys, values) in undo.items():
-            self.keys[layer].memory[where] = keys
-            self.values[layer].memory[where] = values
+    def _copied_blocks(self, layer: int, where: Any) -> Overwritten:
+        """Copies blocks of keys and values that will be overwritten."""
+        both = self.keys[layer].memory, self.values[layer].memory
+        return [(memory, where, memory[where]) for memory in both]
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -229,11 +223,11 @@ class CacheStorage(BlockStorage):
 
     # --- what a failing call has written over
 
-    def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """Copies what lies in slots that will be written over, for put_back(); None where there are none."""
+    def before(self, layer: int, lengths: list[int], slots: list[int]) -> Overwritten:
+        """Copies what lies in slots that will be overwritten."""
         if not slots:
-            return None
-        return self._copied_blocks(layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
+            return []
+        return self._copied_blocks(layer, (_ALL, _ALL, np.array(sorted({n // BLOCK for n in slots}))))
 
     # --- attending
 

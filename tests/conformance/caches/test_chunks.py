@@ -35,7 +35,7 @@ def test_any_chunks_have_the_bits_of_one_call(isa, one_width, rng, kind, dtype, 
     for chunks in (CHUNKS, [totals.tolist()]) if dtype in DTYPES[4:] else (CHUNKS,):
         kept = Kept(kind, 3, dtype, *dims, page_size=48) if kind == "pool" else Kept(kind, 3, dtype, *dims)
         if kept.pool:
-            rng.shuffle(kept.pool._free)
+            rng.shuffle(kept.pool._journal.free)
         at = np.zeros(3, int)
         for counts in chunks:
             here = [slice(a, a + n) for a, n in zip(at, counts, strict=True)]

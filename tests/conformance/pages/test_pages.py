@@ -7,6 +7,8 @@ import gc
 import subprocess
 import sys
 import threading
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from pools import alone, check_accounts, forget_steps, made, packed
 from threads import together
 
 import speedlight as sl
+from speedlight import kv
 from speedlight.cpu.engine import append_call as putting
 from speedlight.cpu.engine import forward_call as prepare
 from speedlight.cpu.engine import storage
@@ -187,11 +190,46 @@ def test_pages_return_when_nobody_has_a_sequence(rng):
     loop.append(loop)  # which only the garbage collector finds
     del b, loop
     gc.collect()
-    assert pool.free_pages == 6 and pool._held.keys() == {empty._number} == pool._handles.keys()
+    assert pool.free_pages == 6 and pool._journal.records.keys() == {empty._number}
     check_accounts(pool, [empty])
     for _ in range(5):
         pool.append(0, [pool.sequence()], k, v)  # each of which finds what the one before it had
-    assert len(pool._held) <= 3 and pool.free_pages == 6
+    assert len(pool._journal.records) <= 3 and pool.free_pages == 6
+
+
+def test_a_step_costs_the_same_whatever_the_pages():
+    """Operations of Python, and memory: a list or a table of all pages would show in the one or the other."""
+    room = str(Path(kv.__file__).parent)
+    operations, peaks = [], []
+
+    def count(frame, event, _):
+        if not frame.f_code.co_filename.startswith(room):
+            return None
+        frame.f_trace_opcodes = True
+        operations[-1] += event == "opcode"
+        return count
+
+    for pages in (20, 100_000):
+        pool = sl.PagePool(layers=1, pages=pages, page_size=16, kv_heads=1, head_dim=1)
+        a, x = pool.sequence(), np.ones((16 * (pages - 10), 1, 1), np.float32)
+        pool.append(0, [a], x, x)
+        fork = a.fork()
+        fork.free()
+        for _ in range(33):  # takes pages, which makes room for more in lists and tables
+            pool.append(0, [a], x[:1], x[:1])
+        operations.append(0)
+        tracing = sys.gettrace()
+        tracemalloc.start()
+        sys.settrace(count)
+        try:
+            for _ in range(32):
+                pool.append(0, [a], x[:1], x[:1])
+        finally:
+            sys.settrace(tracing)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        assert a.length() == 16 * (pages - 10) + 65 and len(a.pages) == pages - 5 and pool.free_pages == 5
+    assert operations[0] == operations[1] > 32 * 100 and max(peaks) < 20_000, (operations, peaks)
 
 
 def test_a_block_frees_its_sequence(rng):
@@ -215,7 +253,7 @@ def test_a_sequence_may_go_anywhere_at_any_moment(rng):
     for sequence in held:
         pool.append(0, [sequence], k[:17], v[:17])
     del sequence
-    with pool._taking:
+    with pool._journal.lock:
         for _ in range(50):
             held.pop()
     kept, go = held[:10], threading.Barrier(3)
@@ -293,7 +331,8 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
             return pool.attend(0, [owner], q[:n], k[:n], v[:n])
 
         def state():
-            return owner.keys(0).tobytes(), owner.values(0).tobytes(), owner.pages, pool.free_pages, tuple(pool._others)
+            others = tuple(pool._journal.others.values())
+            return owner.keys(0).tobytes(), owner.values(0).tobytes(), owner.pages, pool.free_pages, others
     else:
         cache = sl.KVCache(
             layers=1, kv_heads=2, head_dim=d, dtype=dtype, **({"window": 40} if kind == "ring" else {"capacity": 900})
