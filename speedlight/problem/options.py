@@ -312,8 +312,8 @@ def _freeze(options: Any) -> None:
     options.__class__ = Options
 
 
-# new_options(…) is Options(…) in 0.9 µs, of the 15 that a NumPy call takes, where a frozen dataclass takes 2.3: that
-# fills each field through object.__setattr__. This one fills an open class of the same slots and changes the class.
+# new_options(…) is Options(…) in 0.9 µs instead of 2.3; a NumPy call takes 15. A frozen dataclass fills each field
+# through object.__setattr__. This fills a class of the same slots that is not frozen, then changes the class.
 new_options: type[Options] = make_dataclass(
     "Options",
     [(x.name, x.type, x.default) for x in fields(Options)],

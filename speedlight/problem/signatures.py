@@ -17,14 +17,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def public(options: Any = None, *, leaves_graph: bool = True, has_frame: bool = True) -> Callable[[_F], _F]:
-    """Makes a function public: help() and inspect show each of its options, and errors of arguments that it lacks, or
-    that other libraries name otherwise, say what to write.
+    """Makes a function public: help() and inspect show each option, and errors of unknown arguments say what to write.
 
     Args:
-        options: the dict above that its `**options` take. Without any, `**theirs` are only there to be refused.
-        leaves_graph: torch.compile does not look into it: memory addresses mean nothing to a tracer.
-        has_frame: False where a signal must not come between a result and the caller: when a decorator's call returns,
-            signals are looked for. Such a function leaves graphs and calls refuse_unknown() itself.
+        options: the dict of problem/options.py that its `**options` take. Without one, `**theirs` are refused.
+        leaves_graph: torch.compile does not look into it, since memory addresses mean nothing to a tracer.
+        has_frame: False where no signal may come between a result and the caller: Python handles signals when a
+            decorator's call returns. Such a function leaves graphs and calls refuse_unknown() itself.
     """
 
     def decorate(function: _F) -> _F:
@@ -48,14 +47,14 @@ def public(options: Any = None, *, leaves_graph: bool = True, has_frame: bool = 
 
 
 def refuse_unknown(function: Any, given: Mapping[str, Any]) -> None:
-    """Raises for the first argument that a public function has no such option for."""
+    """Raises for the first argument that is no option of a public function."""
     if not function.options.issuperset(given):
         name, *_ = [x for x in given if x not in function.options]
         raise unknown(function, name)
 
 
 def _describe(function: Any, options: Any) -> None:
-    """Gives a function the names, the signature, the types and the documentation of its options."""
+    """Adds options to the signature, the types and the documentation of a function."""
     listed = {} if options is None else options.__annotations__
     own = inspect.signature(function)
     if last := [x.name for x in own.parameters.values() if x.kind is x.VAR_KEYWORD]:
