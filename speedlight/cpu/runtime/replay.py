@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ...errors import pass_on
 from ...expressions.tracing import Expression, is_immutable
+from ...host import insides
 from ...host.llvm import load
 from ...host.machine import host_arch, isa_named
 from ...host.shortcuts import ENVIRONMENT
@@ -394,7 +395,7 @@ def _tensor_places(torch: Any) -> dict[str, int] | None:
         plain.to(torch.bfloat16),
         torch.ones(1, dtype=torch.complex64).conj(),
     ]
-    with torch.inference_mode():
+    with insides.TORCH.inference_mode(True):
         some.append(torch.ones(3))
     words = [(ctypes.c_uint64 * 4).from_address(id(x)) for x in some]
     at = [n for n in range(2, 4) if all([w[n] == x._cdata for w, x in zip(words, some, strict=True)])]
