@@ -54,11 +54,12 @@ def in_grad_mode(is_on: bool) -> Callable[[F], F]:
     """
     # torch.compile finds the name in TORCH, and could not follow the import that looks it up
     _ = TORCH.set_grad_enabled
+    is_grad_enabled = sys.modules["torch"].is_grad_enabled
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> Any:
-            was_on = sys.modules["torch"].is_grad_enabled()
+            was_on = is_grad_enabled()
             # the try begins before the change: a signal may come right after it
             try:
                 TORCH.set_grad_enabled(is_on)
