@@ -174,6 +174,21 @@ def test_shapes_that_broadcast_lie_as_pytorch_s_do(change):
     assert compare(call, [functools.partial(speedlight.torch.scaled_dot_product_attention, *given), taken(call)])
 
 
+@pytest.mark.parametrize("heads", [*itertools.product((2, 4, 8), repeat=3)])
+def test_the_kernel_is_asked_with_numbers_of_heads_that_differ_as_the_call_s(heads):
+    """PyTorch is asked about small tensors: its answer is the one that it has for the call's own."""
+    q, k, v = (torch.zeros(B, h, N, D) for h in heads)
+    for options in ({}, {"enable_gqa": True}):
+        enable_gqa = bool(options)
+        # the arguments fit each other
+        if (not enable_gqa and len(set(heads)) > 1) or heads[0] % heads[1] or heads[0] % heads[2]:
+            continue
+        for given in ((q, k, v), (q[:, :, :0], k, v), (q, k[:, :, :0], v[:, :, :0]), (q[:1], k, v)):
+            want = kernel_choice.INSIDES.fused_sdp_choice(*given, None, 0.0, False, **options)
+            found = kernel_choice.takes_formula(*given, None, 0.0, False, enable_gqa)
+            assert found == (want == kernel_choice._MATH)
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_repeated_call_follows_what_is_enabled(requires_grad):
     """A kernel that is enabled or disabled later changes how the next result lies."""
