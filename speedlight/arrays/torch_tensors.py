@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..host.insides import TORCH
 from .dtypes import DTYPES, check_dtype
 from .memory import Array, view_of_memory
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_tensor(x: Any) -> bool:
@@ -41,6 +44,32 @@ def is_followed(x: Any) -> bool:
     """Returns whether autograd records what is made of a tensor now: it requires grad, or carries a tangent."""
     torch = sys.modules["torch"]
     return (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x)
+
+
+def in_grad_mode(is_on: bool) -> Callable[[F], F]:
+    """Decorates a function that runs with autograd's recording on or off; the thread's mode is put back after it.
+
+    It takes the place of no_grad() and enable_grad(). A signal may come inside their methods, where an exception would
+    leave the mode changed. Decorating imports PyTorch.
+    """
+    # torch.compile finds the name in TORCH, and could not follow the import that looks it up
+    _ = TORCH.set_grad_enabled
+    is_grad_enabled = sys.modules["torch"].is_grad_enabled
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            was_on = is_grad_enabled()
+            # the try begins before the change: a signal may come right after it
+            try:
+                TORCH.set_grad_enabled(is_on)
+                return function(*args, **options)
+            finally:
+                TORCH.set_grad_enabled(was_on)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
 def has_tangent(x: Any) -> bool:

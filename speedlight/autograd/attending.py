@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..arrays.array import listed
-from ..arrays.torch_tensors import is_tensor, is_traced
+from ..arrays.torch_tensors import in_grad_mode, is_tensor, is_traced
 from ..calls import dense
 from ..calls.backward import gradients_of
 from ..calls.backward import repeat as repeat_gradients
@@ -55,7 +55,7 @@ def is_plain(*tensors: Any) -> bool:
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed, return_lse: bool) -> Any:
-    """A call of which something is followed."""
+    """Returns the results of a call that autograd records: a tensor of it requires grad."""
     if not is_tensor(q):
         raise ArgumentTypeError(
             f"q: expected a PyTorch tensor, as k, v or a table that requires grad is one; got {type(q).__name__}. Use "
@@ -66,12 +66,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
     check_one_dtype(dtypes[0], dtypes[1])
     known, read = settled(known)
-    records = torch.is_grad_enabled()
-    try:  # a signal may come inside of no_grad(), which would leave gradients turned off
-        TORCH.set_grad_enabled(False)
-        results = dense.attend(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
-    finally:
-        TORCH.set_grad_enabled(records)
+    results = _attend_unrecorded(q, k, v, known.unfollowed)
     out, lse = _Attention.apply(known, read, results, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out
 
@@ -100,16 +95,21 @@ def repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
         options = replace(options, score=score.detach())
         tables = (options.score,)
     a, b, c = (x if type(x) is torch.Tensor else x.detach() for x in (q, k, v))
-    try:  # a signal may come right after a call
-        TORCH.set_grad_enabled(False)  # no_grad() takes longer, and three views do
-        _, results = dense.repeat(a, b, c, options, True)
-    finally:
-        TORCH.set_grad_enabled(True)
+    _, results = _repeat_unrecorded(a, b, c, options, True)
     if results is None:
         return None
     known, read = Followed(options, None, tables), [(x, state_of(x)) for x in arrays]
     out, lse = _Attention.apply(known, read, results, q, k, v, None, *((score,) if has_bias else ()))
     return (out, lse) if return_lse else out
+
+
+@in_grad_mode(False)
+def _attend_unrecorded(q: torch.Tensor, k: Any, v: Any, options: Options) -> Any:
+    return dense.attend(q.detach(), _detach(k), _detach(v), _read_arrays(options), True)
+
+
+# views of three tensors would take longer
+_repeat_unrecorded = in_grad_mode(False)(dense.repeat)
 
 
 def attend_as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:

@@ -13,6 +13,7 @@ from ..arrays.array import check_out, describe
 from ..arrays.layouts import batch_of
 from ..arrays.memory import overlap
 from ..arrays.torch_tensors import converted, library, makes_plain_tensors
+from ..host.insides import TORCH
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T, our_layout
@@ -100,9 +101,9 @@ def rotary(
 
 
 def _made_known(x: Any, options: RotaryOptions) -> _Known:
-    """Makes tensors that any later call may use: those of inference mode are not."""
+    """Makes tensors that any later call may use, which tensors made in inference mode are not."""
     lib = library(x)
-    with contextlib.nullcontext() if lib is np else lib.inference_mode(False):
+    with contextlib.nullcontext() if lib is np else TORCH.inference_mode(False):
         rotation = rotation_of(x, options)
         cos, sin = rotation.cos, rotation.sin
         if rotation.interleaved or rotation.dims != x.shape[-1] or x.dtype != cos.dtype:

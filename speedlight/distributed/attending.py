@@ -12,7 +12,7 @@ from .. import engines
 from ..arrays.array import describe, on_gpu
 from ..arrays.layouts import batch_of, check_beside, check_dimensions, check_together
 from ..arrays.memory import Array
-from ..arrays.torch_tensors import is_tensor
+from ..arrays.torch_tensors import in_grad_mode, is_tensor
 from ..autograd.attending import cast
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from ..problem.build import from_arrays
@@ -106,7 +106,7 @@ def attention(
 
 
 def attended(given: Given, options: Options, error: Exception | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of this process's rows; error: what was wrong with its options before."""
+    """Returns out and lse of this process's rows; `error` is what was found wrong with its options before."""
     known, read, arrays = Followed(Options()), [], ()
     form: dict[str, str] = {}
     try:
@@ -118,8 +118,8 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
     own = tuple([x.shape[LAYOUTS[known.options.layout][-2]] for x in arrays[:2]]) or (0, 0)
     sizes = agree_over_mesh(given.peers, form, own, error)
     with given.peers.underway(Error):
-        with torch.no_grad():  # tables that are followed are read here
-            sharded = given.sharded(known, arrays, sizes)
+        # tables that are followed are read here
+        sharded = in_grad_mode(False)(given.sharded)(known, arrays, sizes)
         for peers in (given.peers.ring, given.peers.heads):
             peers.open(given.q.device)
         deferred_errors: list[ArgumentError] = []

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.torch_tensors import in_grad_mode
 from ..errors import ExpressionError, pass_on
 from .derivative import flows
 from .symbols import Symbol, node_of
@@ -83,13 +84,17 @@ def _check(function: Any, args: tuple[Any, ...]) -> None:
 
 
 def _of_tensors(function: Any, args: Any, points: dict[int, Any], floats: list[int]) -> tuple[Any, dict[int, Any]]:
-    """The function's values at the points, and its slopes; none, if it has no backward."""
+    """Returns the function's values at the points and its slopes, or no slopes if it has no backward."""
     torch = sys.modules["torch"]
+
+    @in_grad_mode(True)
+    def differentiate() -> tuple[Any, tuple[Any, ...]]:
+        out = function.apply(*[points.get(n, x) for n, x in enumerate(args)])
+        followed = [points[n] for n in floats] if out.requires_grad else []
+        return out, torch.autograd.grad(out.sum(), followed, allow_unused=True) if followed else ()
+
     try:
-        with torch.enable_grad():
-            out = function.apply(*[points.get(n, x) for n, x in enumerate(args)])
-            followed = [points[n] for n in floats] if out.requires_grad else []
-            found = torch.autograd.grad(out.sum(), followed, allow_unused=True) if followed else ()
+        out, found = differentiate()
     except NotImplementedError:
         return function.apply(*[points[n].detach() if n in points else x for n, x in enumerate(args)]).numpy(), {}
     except Exception as error:

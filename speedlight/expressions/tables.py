@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import torch_tensors
 from ..arrays.array import is_masked
-from ..arrays.torch_tensors import check_plain_tensor, has_tangent, is_tensor, is_traced, view_of
+from ..arrays.torch_tensors import check_plain_tensor, has_tangent, in_grad_mode, is_tensor, is_traced, view_of
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, has, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
@@ -424,8 +424,8 @@ class _View:
         if not is_tensor(whole):
             memory = whole.ravel(order="K")  # a view: the array is contiguous
             return np.ndarray(self.shape, self.type, memory, self.at, self.strides)
-        with sys.modules["torch"].set_grad_enabled(self.is_followed):
-            return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.at)
+        make = in_grad_mode(self.is_followed)(whole.as_strided)
+        return make(self.shape, self.strides, whole.storage_offset() + self.at)
 
 
 def _table_of_view(view: _View, shape: tuple[int, ...], name: str) -> Table:

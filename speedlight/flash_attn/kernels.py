@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, attention_backward
+from ..arrays.torch_tensors import in_grad_mode
 from ..problem.checks import listed, packed_offsets
 from .options import check_apart, check_tensors, check_written, find_dropped, infinite_where_empty, options_of
 from .sequences import Side, attend, attend_pages, check_offsets
 
 
+@in_grad_mode(False)
 def _flash_attn_forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
@@ -21,13 +23,13 @@ def _flash_attn_forward(
     """Returns (out, softmax_lse, S_dmask, rng_state); rng_state holds the seed of dropout."""
     window = window_size_left, window_size_right
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
-    with torch.no_grad():
-        options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
-        out, lse = attend(q, k, v, Side("q"), Side("k"), options, True)
-        weights = find_dropped(q, k, options) if return_softmax else q.new_empty(0)
-        return out, infinite_where_empty(lse), weights, _make_state(options, q)
+    options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
+    out, lse = attend(q, k, v, Side("q"), Side("k"), options, True)
+    weights = find_dropped(q, k, options) if return_softmax else q.new_empty(0)
+    return out, infinite_where_empty(lse), weights, _make_state(options, q)
 
 
+@in_grad_mode(False)
 def _flash_attn_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int = -1,
@@ -43,16 +45,15 @@ def _flash_attn_varlen_forward(
     check_tensors({"q": q, "k": k, "v": v}, {}, ints, strict=True)
     check_offsets(ends if seqused_k is None else {"cu_seqlens_q": cu_seqlens_q})
     window = window_size_left, window_size_right
-    with torch.no_grad():
-        options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
-        if return_softmax:
-            check_no_weights(options)
-        queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k, seqused_k)
-        if block_table is None:
-            out, lse = attend(q, k, v, queries, keys, options, True)
-        else:
-            out, lse = attend_pages(q, (k, v), block_table, read_paged_lengths(keys), queries, options)
-        return out, infinite_where_empty(lse), q.new_empty(0), _make_state(options, q)
+    options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
+    if return_softmax:
+        check_no_weights(options)
+    queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k, seqused_k)
+    if block_table is None:
+        out, lse = attend(q, k, v, queries, keys, options, True)
+    else:
+        out, lse = attend_pages(q, (k, v), block_table, read_paged_lengths(keys), queries, options)
+    return out, infinite_where_empty(lse), q.new_empty(0), _make_state(options, q)
 
 
 def _flash_attn_backward(
@@ -86,23 +87,23 @@ def _flash_attn_varlen_backward(
     return sum_rows(dout, out).transpose(0, 1)
 
 
+@in_grad_mode(False)
 def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
     """Writes gradients of q, k and v into tensors that may be of another dtype."""
-    with torch.no_grad():
-        found = attention_backward(*given, **options)
-        for name, x, y in zip(("dq", "dk", "dv"), to, found, strict=True):
-            if x is not None:
-                check_written(name, x, y.shape)
-        check_apart({name: x for name, x in zip(("dq", "dk", "dv"), to, strict=True) if x is not None})
-        for x, y in zip(to, found, strict=True):
-            if x is not None:
-                x.copy_(y)
+    found = attention_backward(*given, **options)
+    for name, x, y in zip(("dq", "dk", "dv"), to, found, strict=True):
+        if x is not None:
+            check_written(name, x, y.shape)
+    check_apart({name: x for name, x in zip(("dq", "dk", "dv"), to, strict=True) if x is not None})
+    for x, y in zip(to, found, strict=True):
+        if x is not None:
+            x.copy_(y)
 
 
+@in_grad_mode(False)
 def sum_rows(dout: Tensor, out: Tensor) -> Tensor:
     """Returns the sums of upstream gradient · output over each row."""
-    with torch.no_grad():
-        return (dout.float() * out.float()).sum(-1)
+    return (dout.float() * out.float()).sum(-1)
 
 
 def check_no_weights(options: dict[str, Any]) -> None:

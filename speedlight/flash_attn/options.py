@@ -27,6 +27,7 @@ from ..adapting import (
 )  # fmt: skip
 from ..arrays.array import describe
 from ..arrays.memory import Array, overlap, overlaps_itself
+from ..arrays.torch_tensors import in_grad_mode
 from ..torch.attending import attention
 
 _FP8 = "8-bit floats are not offered: convert q, k and v to bfloat16."
@@ -204,6 +205,7 @@ def unpacked(x: Any, name: str, count: int, packed: bool = False) -> tuple[Tenso
     return x.unbind(axis)
 
 
+@in_grad_mode(False)
 def find_dropped(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """Returns S_dmask, (batch, heads, q_len, k_len): weights, negative where dropped; empty without dropout."""
     if "dropout" not in options:
@@ -213,7 +215,6 @@ def find_dropped(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     unit = torch.eye(max(length, 1), dtype=q.dtype, device=q.device)[:length, None]
     values = unit.expand(k.shape[0], length, k.shape[2], -1)
     plain = {name: x for name, x in options.items() if name not in ("dropout", "seed")}
-    with torch.no_grad():
-        whole = attention(q, k, values, layout="blhd", **plain)
-        kept = attention(q, k, values, layout="blhd", **options)
+    whole = attention(q, k, values, layout="blhd", **plain)
+    kept = attention(q, k, values, layout="blhd", **options)
     return torch.where((kept == 0) & (whole != 0), -whole, whole)[..., :length].transpose(1, 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, attention_paged
 from ..adapting import Renamed, rows_in_use
-from ..arrays.torch_tensors import is_followed
+from ..arrays.torch_tensors import in_grad_mode, is_followed
 from ..problem.checks import item_lengths, packed_offsets
 from ..torch.attending import attention
 from .options import check_tensors
@@ -131,17 +131,22 @@ def attend_pages(
 
 
 def _gather(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: Any) -> tuple[Side, Tensor, Tensor]:
-    """Packs keys and values that lie in pages; a call without queries checks where they lie."""
+    """Packs keys and values that lie in pages."""
     table, k_lengths = torch.as_tensor(table), torch.as_tensor(k_lengths)
-    with torch.no_grad():
-        none = q.new_empty(table.shape[0] if table.dim() else 1, 0, *q.shape[-2:])
-        attention_paged(none, *pages, table, k_lengths, layout="blhd")
+    _check_places(q, pages, table, k_lengths)
     at = torch.arange(int(k_lengths.max()) if k_lengths.numel() else 0, device=table.device)
     size = pages[0].shape[1]
     rows = (table[:, at // size].long() * size + at % size)[at < k_lengths.to(table.device)[:, None]]
     offsets = torch.cat((k_lengths.new_zeros(1), k_lengths.cumsum(0)))
     k, v = (x.flatten(0, 1)[rows.to(x.device)] for x in pages)
     return Side("k", offsets), k, v
+
+
+@in_grad_mode(False)
+def _check_places(q: Tensor, pages: tuple[Tensor, Tensor], table: Tensor, k_lengths: Tensor) -> None:
+    """Raises unless keys and values lie where the table says: calls attention_paged() without queries."""
+    none = q.new_empty(table.shape[0] if table.dim() else 1, 0, *q.shape[-2:])
+    attention_paged(none, *pages, table, k_lengths, layout="blhd")
 
 
 def read_lengths(side: Side, x: Tensor) -> tuple[int, ...]:

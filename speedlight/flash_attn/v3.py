@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ArgumentError, merge
 from ..adapting import Library, public
+from ..arrays.torch_tensors import in_grad_mode
 from .caches import Cache, New, attend_cache, check_given
 from .kernels import sum_rows, write_gradients
 from .options import OTHER_ORDER, V3, check_tensors, check_written, options_of, unpacked
@@ -306,6 +307,7 @@ def _refuse(q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: Any
     V3.refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None)
 
 
+@in_grad_mode(False)
 def _flash_attn_forward(
     q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
     qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
@@ -322,20 +324,19 @@ def _flash_attn_forward(
     window = window_size_left, window_size_right
     if out_ is not None:
         check_written("out_", out_, (*q.shape[:-1], v.shape[-1]))
-    with torch.no_grad():
-        if any([x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)]):
-            _OVER_CACHE.refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
-            out, lse, *_ = flash_attn_with_kvcache(
-                q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table,
-                cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, q_descale, k_descale, v_descale,
-                softmax_scale, causal, window, attention_chunk, softcap, rotary_interleaved, return_softmax_lse=True,
-            )  # fmt: skip
-        else:
-            out, lse = flash_attn_varlen_func(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
-                causal, qv, q_descale, k_descale, v_descale, window, attention_chunk, softcap, return_attn_probs=True,
-            )  # fmt: skip
-        out = out if out_ is None else out_.copy_(out)
+    if any([x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)]):
+        _OVER_CACHE.refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
+        out, lse, *_ = flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k, page_table,
+            cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, seqlens_rotary, q_descale, k_descale, v_descale,
+            softmax_scale, causal, window, attention_chunk, softcap, rotary_interleaved, return_softmax_lse=True,
+        )  # fmt: skip
+    else:
+        out, lse = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale,
+            causal, qv, q_descale, k_descale, v_descale, window, attention_chunk, softcap, return_attn_probs=True,
+        )  # fmt: skip
+    out = out if out_ is None else out_.copy_(out)
     return out, lse, out.new_empty(0), out.new_empty(0)
 
 

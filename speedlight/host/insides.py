@@ -113,6 +113,10 @@ def _set_grad_enabled(flag: bool) -> None:
     sys.modules["torch"].set_grad_enabled(flag)
 
 
+def _inference_mode(flag: bool) -> Any:
+    return sys.modules["torch"].inference_mode(flag)
+
+
 def _disable(function: Any) -> Any:
     return sys.modules["torch"].compiler.disable(function)
 
@@ -169,7 +173,16 @@ TORCH = Insides(
     forward_ad=Inside(
         "torch.autograd.forward_ad._current_level", SimpleNamespace(_current_level=0), _AS_OPERATION, is_value=True
     ),
-    set_grad_enabled=Inside("torch._C._set_grad_enabled", _set_grad_enabled, "torch.set_grad_enabled() is called"),
+    set_grad_enabled=Inside(
+        "torch._C._set_grad_enabled",
+        _set_grad_enabled,
+        "torch.set_grad_enabled() is called: a signal that comes as it does may leave gradients off",
+    ),
+    inference_mode=Inside(
+        "torch._C._InferenceMode",
+        _inference_mode,
+        "torch.inference_mode() is called: a signal that comes as it begins or ends may leave it as it is inside",
+    ),
     is_cow_tensor=Inside("torch._C._is_cow_tensor", None, "tensors are read in Python: small calls take longer"),
     is_any_autocast_enabled=Inside(
         "torch._C._is_any_autocast_enabled", lambda: True, "each device is asked: repeated calls take longer"

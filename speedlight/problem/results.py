@@ -14,6 +14,7 @@ from ..arrays.dtypes import DTYPES, numpy_dtype
 from ..arrays.memory import Array, overlap, overlaps_itself
 from ..arrays.torch_tensors import check_plain_tensor
 from ..errors import ArgumentError, ArgumentTypeError
+from ..host.insides import TORCH
 from ..host.shortcuts import address_of, count_write
 from .options import Options
 from .problem import LAYOUTS, Problem
@@ -162,7 +163,8 @@ def deliver(target: Array) -> None:
         tell_written(target.final)
         target.final.numpy()[...] = target.numpy()
     else:
-        with sys.modules["torch"].inference_mode():  # which may write to any tensor
+        # inference mode may write to any tensor
+        with TORCH.inference_mode(True):
             target.final.tensor.copy_(target.tensor)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 import speedlight as sl
 
+from ..arrays.torch_tensors import in_grad_mode
 from ..problem.problem import Problem
 from ..problem.tiles import seen
 
@@ -114,9 +115,7 @@ def as_tensors(*arrays: Any) -> list[Any]:
 
 def without_grad(call: Call) -> Call:
     """Returns the call with PyTorch's autograd off."""
-    import torch
-
-    return torch.no_grad()(call)
+    return in_grad_mode(False)(call)
 
 
 def sdpa(asked: Asked) -> Call:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..arrays.torch_tensors import in_grad_mode
 from ..front import compute
 from ..host.insides import TORCH
 from ..problem.options import Options
@@ -38,6 +39,7 @@ def _kernel(place: str, keys: Any, *given: Any) -> Any:
     return _originals[place].call_boxed(keys, *given) if out is None else (out, None)
 
 
+@in_grad_mode(False)
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
     proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
@@ -57,15 +59,14 @@ def _attend(
         count_left(FAST_PATH, why)
         return None
     rows, lengths = (query, None) if not query.is_nested else _pack(query)
-    with torch.no_grad():
-        heads = functional.linear(rows, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))
-        q, k, v = heads.unbind(-3)
-        if lengths is None:
-            options = Options(layout="blhd", mask=_invert_mask(mask, mask_type))
-        else:
-            options = Options(layout="lhd", cu_seqlens_q=list(itertools.accumulate(lengths, initial=0)))
-        out = compute(q, k, v, options, False)
-        out = functional.linear(out.flatten(-2), proj_weight, proj_bias)
+    heads = functional.linear(rows, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))
+    q, k, v = heads.unbind(-3)
+    if lengths is None:
+        options = Options(layout="blhd", mask=_invert_mask(mask, mask_type))
+    else:
+        options = Options(layout="lhd", cu_seqlens_q=list(itertools.accumulate(lengths, initial=0)))
+    out = compute(q, k, v, options, False)
+    out = functional.linear(out.flatten(-2), proj_weight, proj_bias)
     count_taken(FAST_PATH)
     return out if lengths is None else torch.nested.as_nested_tensor(list(out.split(lengths)))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import ArgumentError, UnsupportedError, attention_backward, attention_paged
 from ..adapting import add_distances, limits, rows_in_use
+from ..arrays.torch_tensors import in_grad_mode
 from ..front import compute
 from ..host.insides import TORCH
 from ..problem.options import Options
@@ -48,6 +49,7 @@ def _flash(keys: Any, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return _originals[FLASH].call_boxed(keys, *given, **options) if found is None else found
 
 
+@in_grad_mode(False)
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -64,10 +66,9 @@ def _attend(
     if why is not None:
         count_left(FLASH, why)
         return None
-    with torch.no_grad():
-        out = torch.empty_like(query)
-        _, lse = compute(query, key, value, Options(**_options(is_causal, attn_mask, scale)), True, out)
-        found = _mark(lse)
+    out = torch.empty_like(query)
+    _, lse = compute(query, key, value, Options(**_options(is_causal, attn_mask, scale)), True, out)
+    found = _mark(lse)
     count_taken(FLASH)
     return out, found
 
@@ -101,9 +102,15 @@ def _flash_backward(keys: Any, *given: Any, **options: Any) -> tuple[Tensor, Ten
         return _originals[f"{FLASH}_backward"].call_boxed(keys, *given, **options)
     d_out, query, key, value, out, _, _, is_causal = given[:8]
     said = _options(is_causal, options.get("attn_mask"), options.get("scale"))
-    with torch.no_grad():
-        found = attention_backward(query, key, value, out, lse, d_out, **said)
-        dq, dk, dv = (torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype).copy_(x) for x in found)
+    return _find_gradients(query, key, value, out, lse, d_out, said)
+
+
+@in_grad_mode(False)
+def _find_gradients(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, said: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = attention_backward(query, key, value, out, lse, d_out, **said)
+    dq, dk, dv = (torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype).copy_(x) for x in found)
     return dq, dk, dv
 
 
@@ -142,26 +149,34 @@ def _varlen_out(
         "causal": is_causal, "scale": scale, "window": limits(window_size_left, window_size_right),
         "score": None if alibi_slopes is None else add_distances(alibi_slopes),
     }  # fmt: skip
-    with torch.no_grad():
-        if block_table is not None:
-            if cum_seq_q is None or seqused_k is None:
-                raise ArgumentError("seqused_k: expected lengths of sequences, and cum_seq_q, beside block_table.")
-            options |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "return_lse": True, "out": out}
-            lse = attention_paged(query, key, value, block_table, seqused_k, **options)[1]
-        elif cum_seq_q is None:
-            if seqused_k is not None:
-                used = seqused_k.tolist()
-                options |= {"k_lengths": used, "q_start": [n - query.shape[1] for n in used]}
-            lse = compute(query, key, value, Options(layout="blhd", **options), True, out)[1]
-        else:
-            if seqused_k is not None:
-                key, value, cum_seq_k = _pack_used(key, value, cum_seq_k, seqused_k)
-            options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
-            lse = compute(query, key, value, Options(layout="lhd", **options), True, out)[1]
+    lse = _attend_sequences(out, query, key, value, cum_seq_q, cum_seq_k, seqused_k, block_table, options)
     count_taken(VARLEN)
     return lse
 
 
+@in_grad_mode(False)
+def _attend_sequences(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None,
+    seqused_k: Tensor | None, block_table: Tensor | None, options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attends to packed sequences, pages or a batch; writes to `out`, and returns log-sum-exps."""
+    if block_table is not None:
+        if cum_seq_q is None or seqused_k is None:
+            raise ArgumentError("seqused_k: expected lengths of sequences, and cum_seq_q, beside block_table.")
+        options = options | {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "return_lse": True, "out": out}
+        return attention_paged(query, key, value, block_table, seqused_k, **options)[1]
+    if cum_seq_q is None:
+        if seqused_k is not None:
+            used = seqused_k.tolist()
+            options = options | {"k_lengths": used, "q_start": [n - query.shape[1] for n in used]}
+        return compute(query, key, value, Options(layout="blhd", **options), True, out)[1]
+    if seqused_k is not None:
+        key, value, cum_seq_k = _pack_used(key, value, cum_seq_k, seqused_k)
+    options = options | {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+    return compute(query, key, value, Options(layout="lhd", **options), True, out)[1]
+
+
+@in_grad_mode(False)
 def _varlen_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
     cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
@@ -174,8 +189,7 @@ def _varlen_backward(
         options |= {"layout": "blhd"}
     else:
         options |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
-    with torch.no_grad():
-        return attention_backward(query, key, value, out, logsumexp, grad_out, **options)
+    return attention_backward(query, key, value, out, logsumexp, grad_out, **options)
 
 
 def _pack_used(

@@ -14,6 +14,7 @@ from ..host.insides import TORCH as INSIDES
 
 _MATH = 0  # PyTorch's number of its formula, among SDPBackends
 _Shapes = tuple[tuple[int, ...], ...]
+_DENSE = (True, True, True)
 _USUAL: dict[bool, _Shapes] = {  # small tensors that stand for those of most calls: with as many heads, or fewer
     True: ((2, 4, 3, 2),) * 3,
     False: ((2, 4, 3, 2), (2, 2, 3, 2), (2, 2, 3, 2)),
@@ -33,12 +34,17 @@ def takes_formula(
 
     Its fused kernel gives results in the query's order of dimensions. The arguments fit each other.
     """
-    steps = bool(query.stride(-1) == 1), bool(key.stride(-1) == 1), bool(value.stride(-1) == 1)
-    if attn_mask is not None and attn_mask.requires_grad:
+    if attn_mask is None:
+        mask = None
+    elif attn_mask.requires_grad:
         return True  # the fused kernel has no gradient of it
-    mask = None if attn_mask is None else (attn_mask.dtype, attn_mask.dim())
+    else:
+        mask = attn_mask.dtype, attn_mask.dim()
+    # asked for at every call: stride() is faster than stride(-1), and a comparison of symbolic numbers is no bool
+    steps = query.stride()[-1], key.stride()[-1], value.stride()[-1]
+    are_dense = _DENSE if steps == (1, 1, 1) else tuple([bool(step == 1) for step in steps])
     shapes = _small_shapes(query, key, value, enable_gqa)
-    return _chooses_formula(query.dtype, shapes, steps, mask, dropout_p > 0, is_causal, enable_gqa)
+    return _chooses_formula(query.dtype, shapes, are_dense, mask, dropout_p > 0, is_causal, enable_gqa)
 
 
 def _small_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> _Shapes | bool:
@@ -46,11 +52,14 @@ def _small_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     _USUAL for those.
     """
     q_shape, k_shape = query.shape, key.shape
-    is_usual = len(q_shape) == 4 and k_shape == value.shape and q_shape[0] == k_shape[0] and q_shape[3] == k_shape[3]
-    if is_usual and not _is_empty(q_shape[2]) and not _is_empty(k_shape[2]):
-        as_many = bool(q_shape[1] == k_shape[1])
-        if as_many or enable_gqa:
-            return as_many
+    if len(q_shape) == len(k_shape) == 4 and k_shape == value.shape:
+        q_batch, q_heads, q_len, q_dim = q_shape
+        k_batch, k_heads, k_len, k_dim = k_shape
+        if q_batch == k_batch and q_dim == k_dim and not _is_empty(q_len) and not _is_empty(k_len):
+            if q_heads == k_heads:
+                return True
+            if enable_gqa:
+                return False
     heads = _small_heads(query, key, value)
     rows, keys = 0 if _is_empty(q_shape[-2]) else 3, 0 if _is_empty(k_shape[-2]) else 3
     dim = _small(q_shape[-1])
@@ -123,6 +132,8 @@ def _ask(
     if choose is None:
         return drops or shapes not in _USUAL or not all(steps) or (mask is not None and mask[1] == 3)
     sizes = _USUAL[shapes] if isinstance(shapes, bool) else shapes
+    if enable_gqa and 0 in [shape[-3] for shape in sizes[1:] if len(shape) > 2]:
+        return True  # to answer, PyTorch would divide by that number of heads, which ends the process
     with INSIDES.disable_current_modes():
         query, key, value = (_make(dtype, shape, is_dense) for shape, is_dense in zip(sizes, steps, strict=True))
         attn_mask = None

@@ -130,6 +130,19 @@ def test_a_copy_alone_has_an_array_of_its_own(way):
         check(expression, whole, x)
 
 
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["array", "tensor", "parameter", "flat"])
+def test_a_copy_of_a_part_begins_where_the_part_does(kind, way):
+    """The function looks up a view that was made before, which begins inside of the array that is copied with it."""
+    x = ARRAYS[kind]()
+    expression = sl.expression(lambda s, b, h, i, j: s + x[1][i, j])
+    assert expression.tables[0].watched is not x
+    twin, other = COPIES[way]((expression, x))
+    check(twin, part, x)
+    write(other)
+    check(twin, part, other)
+
+
 PATTERNS = {
     "list": lambda x: sl.expression(lambda s, b, h, i, j, x=x.tolist(): s + x[h][i] * j),
     "table": lambda x: sl.expression(lambda s, b, h, i, j, t=sl.table(x): s + t[h, i] * j),

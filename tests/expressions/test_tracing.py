@@ -283,6 +283,18 @@ def test_functions_are_accurate(isa):
                 assert np.array_equal(OPERATIONS[name].numpy(np.array(special, dtype)), row, equal_nan=True), name
 
 
+@pytest.mark.units
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_zeros_of_functions_have_a_sign(isa, dtype):
+    """It is the argument's, but tanh of -0 is +0."""
+    zeros = sl.table(np.array([-0.0, 0.0], dtype))
+    x = np.ones((1, 1, 2, 1), dtype)
+    for name in ("tanh", "sin", "tan", "erf", "expm1", "log1p", "sqrt"):
+        score = lambda s, b, h, i, j, f=getattr(sl, name): sl.where(1.0 / f(zeros[i]) < 0, -5.0, 5.0)  # noqa: E731
+        _, signs = sl.attention(x, x[:, :, :1], x[:, :, :1], score=score, q_start=0, return_lse=True)
+        assert signs.tolist() == [[[5.0 if name == "tanh" else -5.0, 5.0]]], name
+
+
 def test_an_index_that_can_only_be_wrong_is_refused_when_traced():
     table = sl.table(np.arange(12.0).reshape(3, 4), "grid")
     for index in ((3, 0), (0, 4), (-1, 0)):

@@ -46,6 +46,20 @@ MUTATIONS = (
         "tests/conformance/attention/test_wrong_indices.py -k every_worker",
     ),
     Mutation(
+        "at one position the lookup that a worker noted first is raised",
+        "cpu/runtime/launch.py",
+        'key=lambda note: note[WRONG.word("b") : WRONG.word("lookup") + 1]',
+        'key=lambda note: note[WRONG.word("b") : WRONG.word("lookup")]',
+        "tests/conformance/attention/test_wrong_indices.py -k several_notes",
+    ),
+    Mutation(
+        "tanh of -0 is -0",
+        "cpu/language/functions.py",
+        "((x + 0.0).bits(whole) & sign)",
+        "(x.bits(whole) & sign)",
+        "tests/expressions/test_tracing.py -k zeros_of_functions",
+    ),
+    Mutation(
         "the sign of // and % of long integers is that of the processor",
         "cpu/kernels/lower.py",
         "over = rest.differs(0) & ((rest ^ b) < 0)",

@@ -222,6 +222,20 @@ MUTATIONS = (
         "tests/adapters/torch/test_torch_strides.py -k kernel_that_pytorch_chooses",
     ),
     Mutation(
+        "a team that a fork has ended is known still",
+        "cpu/runtime/workers.py",
+        "        vars(_calling).clear()\n        openmp.pause",
+        "        openmp.pause",
+        "tests/robustness/test_forks.py -k is_forgotten",
+    ),
+    Mutation(
+        "PyTorch is asked for its kernel as if all had as many heads",
+        "torch/kernel_choice.py",
+        "(4, 2, 1)[len(known)]",
+        "(4, 4, 4)[len(known)]",
+        "tests/adapters/torch/test_torch_strides.py -k numbers_of_heads",
+    ),
+    Mutation(
         "the team that a call looked at outlives a fork",
         "cpu/runtime/workers.py",
         "        openmp.pause(_HARD)",

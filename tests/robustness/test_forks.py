@@ -232,3 +232,32 @@ def test_pytorch_computes_in_a_child_after_a_warm_up():
     """A child of GNU OpenMP's would wait for ever for the team of its parent's thread."""
     pytest.importorskip("torch")
     run(BIG + WARMED)
+
+
+ENDED = """
+import os, sys, torch, warnings
+from speedlight.cpu.runtime import workers
+warnings.simplefilter("ignore")
+sl.set_threads(2)
+def warm():
+    torch.from_numpy(q.reshape(-1)).sum()
+    out = sl.attention(q, q, q)
+    return out.tobytes(), workers.known_clock()
+want, clock = warm()
+openmp = workers._usable_openmp()
+if openmp is None or openmp.pause is None: sys.exit()
+if not clock: sys.exit("no team")
+pid = os.fork()
+if not pid: os._exit(0)
+os.waitpid(pid, 0)
+if workers.known_clock(): sys.exit("a team that has ended is taken for one that is there")
+if warm()[0] != want: sys.exit("other bits")
+if not workers.known_clock(): sys.exit("no new team")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_team_that_a_fork_has_ended_is_forgotten():
+    """Machine code repeats calls on the team that it knows, and regions count on as many threads."""
+    pytest.importorskip("torch")
+    run(BIG + ENDED)

@@ -461,11 +461,75 @@ def test_what_is_rolled_back_is_written_without_a_look_at_signals(rng):
 @needs_places
 def test_an_interrupted_training_call_leaves_gradients_on():
     """A known one turns them off while it repeats what was prepared."""
+
+
+# --- the modes of PyTorch's autograd
+
+
+def grad_calls():
+    """Returns calls that turn recording off or on, or enter or leave inference mode, and the mode around each."""
     torch = pytest.importorskip("torch")
-    from speedlight.torch import attention
+    from speedlight.arrays.torch_tensors import in_grad_mode
+    from speedlight.calls import rotary
+    from speedlight.cpu.runtime import replay
+    from speedlight.expressions import autograd
+    from speedlight.flash_attn import kernels
+    from speedlight.torch import attention, flash_kernels
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, *flows):
+            return 2 * flows[0]
 
     q = torch.ones(1, 1, 3, 4, requires_grad=True)
-    attention(q, q, q)
-    for n in places(lambda: attention(q, q, q), ("autograd/attending",)):
-        interrupted(lambda: attention(q, q, q), n, ("autograd/attending",))
-        assert torch.is_grad_enabled()
+    rows = {0: torch.ones(3, dtype=torch.float64, requires_grad=True)}
+    options = rotary.RotaryOptions(None, None, 0, None, False, None, "bhld")
+    return {
+        "helper": (in_grad_mode(False)(lambda: max(1.0, 2.0)), torch.enable_grad),
+        "helper, on": (in_grad_mode(True)(lambda: max(1.0, 2.0)), torch.no_grad),
+        "training": (lambda: attention(q, q, q), torch.enable_grad),
+        "training anew": (lambda: attention(q, q, q, scale=next(SCALES)), torch.enable_grad),
+        "flash_attn": (lambda: kernels.sum_rows(q, q), torch.enable_grad),
+        "PyTorch's kernel": (lambda: flash_kernels._attend(q, q, q), torch.enable_grad),
+        "score": (lambda: autograd._of_tensors(Doubled, (None,), rows, [0]), torch.no_grad),
+        "rotary": (lambda: rotary._made_known(q.detach(), options), torch.inference_mode),
+        "replay": (lambda: replay._tensor_places(torch), torch.enable_grad),
+    }
+
+
+SCALES = itertools.count(0.25)
+GRAD_CALLS = ("helper", "helper, on", "training", "training anew", "flash_attn", "PyTorch's kernel", "score", "rotary",
+              "replay")  # fmt: skip
+# the doors, and PyTorch's own classes, whose methods would be interrupted
+DOORS = ("autograd/attending", "arrays/torch_tensors", "flash_attn/kernels", "torch/flash_kernels",
+         "expressions/autograd", "calls/rotary", "runtime/replay", "autograd/grad_mode")  # fmt: skip
+
+
+@needs_places
+@pytest.mark.parametrize("name", GRAD_CALLS)
+def test_an_exception_anywhere_leaves_the_modes_of_autograd(name):
+    torch = pytest.importorskip("torch")
+    calls = grad_calls()
+    assert tuple(calls) == GRAD_CALLS
+    call, around = calls[name]
+    modes = lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled())  # noqa: E731
+
+    def watched():
+        # looked at while the exception lives: it holds what is entered, which is left at the latest when that goes
+        try:
+            return call()
+        except Interrupt:
+            found.append(modes())
+            raise
+
+    call()
+    with around():
+        usual, found = modes(), []
+        for n in spread(places(watched, DOORS), MOST * 10):
+            assert interrupted(watched, n, DOORS), f"place {n}"
+            assert [*found, modes()] == [usual, usual], f"place {n}"
+            found.clear()

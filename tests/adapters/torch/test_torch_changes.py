@@ -15,6 +15,9 @@ from tolerance import assert_equal
 import speedlight as sl
 import speedlight.torch
 from speedlight import reference
+from speedlight.arrays import torch_tensors
+from speedlight.expressions.bounds import SCAN
+from speedlight.problem import gradients
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
 HEADS, LENGTH, DIM = 2, 6, 8
@@ -347,19 +350,49 @@ def test_backward_has_what_forward_read_or_refuses(name, write):
     assert torch.equal(q.grad, want)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_backward_sees_writes_behind_the_last_whole_block(kind):
+    """Of many numbers sums of blocks are compared; what is left over is compared itself."""
+    size = (gradients._EXACT + gradients._BLOCK) // 4 + 3
+    table = np.zeros(size, np.float32)
+    if kind == "tensor":
+        table = torch.from_numpy(table)
+    score = sl.expression(lambda s, b, h, i, j: s + table[size - 1 - j])
+    q = QUERY.clone().requires_grad_()
+    for at in (size - 1, size - 3):
+        out = speedlight.torch.attention(q, KEYS, VALUES, score=score)
+        out.sum().backward(retain_graph=True)
+        (table.data if kind == "tensor" else table)[at] += 1
+        with pytest.raises(sl.ArgumentError, match="written to since"):
+            out.sum().backward()
+
+
 def test_the_ends_of_integers_are_those_of_each_call():
     """Kernels skip tiles by a table's least and greatest entry, which must not be those of an earlier call."""
-    n = 1024
+    n, size = 40, SCAN + 1  # fewer entries are looked at themselves
     x = torch.randn(1, 1, n, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids = torch.zeros(n, dtype=torch.int64)
+    ids = torch.zeros(size, dtype=torch.int64)
     of = sl.table(ids)
-    mask = sl.expression(lambda b, h, i, j: of[(j * j + j) % n] < 3)  # whose index no interval bounds
-    for numbers in (torch.zeros(n), torch.full((n,), 5), torch.arange(n) % 7, torch.zeros(n)):
+    mask = sl.expression(lambda b, h, i, j: of[j * 7919 % size] < 3)  # anywhere in the table, as far as bounds tell
+    at = torch.arange(n) * 7919 % size
+    for numbers in (torch.zeros(size), torch.full((size,), 5), torch.arange(size) % 7, torch.zeros(size)):
         ids.copy_(numbers.long())
-        j = torch.arange(n)
-        want = reference.attention(x, x, x, mask=(ids[(j * j + j) % n] < 3)[None, None, None].numpy())
+        want = reference.attention(x, x, x, mask=(ids[at] < 3)[None, None, None].numpy())
         for _ in range(2):
             assert_equal(sl.attention(x, x, x, mask=mask), want)
+
+
+def test_a_shorter_storage_at_the_same_address_is_refused(monkeypatch):
+    """Memory that was freed may be handed out again: then the address alone says that nothing has changed."""
+    bias = torch.zeros(100)
+    table = sl.table(bias)
+    score = sl.expression(lambda s, b, h, i, j: s + table[j])
+    sl.attention(QUERY, KEYS, VALUES, score=score)
+    before, read_address = torch_tensors.read_address(bias), torch_tensors.read_address
+    bias.untyped_storage().resize_(8)
+    monkeypatch.setattr(torch_tensors, "read_address", lambda x: before if x is bias else read_address(x))
+    with pytest.raises(sl.ArgumentError, match="storage is missing or too short"):
+        sl.attention(QUERY, KEYS, VALUES, score=score)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

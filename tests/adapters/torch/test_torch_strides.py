@@ -158,6 +158,7 @@ def taken(call):
         lambda q, k, v: (q, k[:1], v[:1]),
         lambda q, k, v: (q[:1], k, v),
         lambda q, k, v: (q, k[0], v[0]),
+        lambda q, k, v: (q[:, :B], k[0, :B], v[0, :B]),  # the key's first dimension is as the batch
         lambda q, k, v: (q[0, 0], k, v),
         lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0]),
         lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
@@ -172,6 +173,32 @@ def test_shapes_that_broadcast_lie_as_pytorch_s_do(change):
     given = change(*(LAID["blhd"](H, D) for _ in range(3)))
     call = functools.partial(functional.scaled_dot_product_attention, *given)
     assert compare(call, [functools.partial(speedlight.torch.scaled_dot_product_attention, *given), taken(call)])
+
+
+@pytest.mark.parametrize("sizes", [(N, N, D // 2), (0, N, D), (N, 0, D)])
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_no_heads_at_all(sizes, enable_gqa):
+    """PyTorch would divide by their number where it is asked for its kernel, which ends the process."""
+    rows, keys, value_dim = sizes
+    q, k, v = (torch.zeros(B, n, 0, d).transpose(1, 2) for n, d in ((rows, D), (keys, D), (keys, value_dim)))
+    call = functools.partial(functional.scaled_dot_product_attention, q, k, v, enable_gqa=enable_gqa)
+    ours = functools.partial(speedlight.torch.scaled_dot_product_attention, q, k, v, enable_gqa=enable_gqa)
+    assert compare(call, [ours, taken(call)])
+
+
+@pytest.mark.parametrize("heads", [*itertools.product((2, 4, 8), repeat=3)])
+def test_the_kernel_is_asked_with_numbers_of_heads_that_differ_as_the_call_s(heads):
+    """PyTorch is asked about small tensors: its answer is the one that it has for the call's own."""
+    q, k, v = (torch.zeros(B, h, N, D) for h in heads)
+    for options in ({}, {"enable_gqa": True}):
+        enable_gqa = bool(options)
+        # the arguments fit each other
+        if (not enable_gqa and len(set(heads)) > 1) or heads[0] % heads[1] or heads[0] % heads[2]:
+            continue
+        for given in ((q, k, v), (q[:, :, :0], k, v), (q, k[:, :, :0], v[:, :, :0]), (q[:1], k, v)):
+            want = kernel_choice.INSIDES.fused_sdp_choice(*given, None, 0.0, False, **options)
+            found = kernel_choice.takes_formula(*given, None, 0.0, False, enable_gqa)
+            assert found == (want == kernel_choice._MATH)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

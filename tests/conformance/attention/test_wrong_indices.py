@@ -19,6 +19,7 @@ import speedlight as sl
 from speedlight.cpu.memory.records import WRONG
 from speedlight.cpu.runtime import launch
 from speedlight.cpu.runtime.launch import raise_wrong
+from speedlight.expressions.tree import order
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # lanes are seen at any width of panels
 KEYS, D = 150, 8
@@ -154,6 +155,25 @@ def test_the_first_wrong_index_is_named(isa, threads, door, options):
     expected = message(want)
     for _ in range(3):
         assert message(ours) == expected
+
+
+@pytest.mark.parametrize("first", WRONG.names[1:6])
+def test_the_first_of_several_notes_is_raised(first):
+    """The order is that of positions; at one position it is that of lookups."""
+    score = sl.expression(lambda s, b, h, i, j: s + SHORT[i] + SQUARE[0, j])
+    of = {node.value.name: node for node in order(score.root) if node.op == "table"}
+    lookups = [(of["short"], 0), (of["square"], 1)]
+    at = WRONG.names.index(first)
+    notes = []
+    for lookup, index in enumerate((1000, 2000)):
+        # fields before `first` are equal, and those after it the other way round
+        note = [1, *[5] * (at - 1), 5 + lookup, *[9 - 9 * lookup] * (5 - at), index, 0]
+        note[WRONG.names.index("lookup")] = lookup if first == "lookup" else 1 - lookup
+        notes.append(note)
+    unused = [0] * len(WRONG.names)
+    for several in (notes, notes[::-1]):
+        with pytest.raises(sl.ArgumentError, match="got 1000 "):
+            raise_wrong(lookups, list(chain(unused, *several)))
 
 
 def test_every_worker_notes_its_own(threads, monkeypatch):
