@@ -12,13 +12,12 @@ from conftest import FULL
 from differing import DOORS, OPTIONS, Case, Memory, Pair, flat, machine, memos_of_calls, pairs_of
 
 import speedlight as sl
-from speedlight import engines
 from speedlight.problem.options import DEFAULTS
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")
 
 CHECKED = 16  # of so many calls a short run compares one with the reference, which takes longest
-LEARNED = "AAA", "BBBABA"  # Python repeats the second call of a form, machine code the third
+LEARNED = "AAA", "BBBABA"  # Python runs the second call of a kind, machine code the third
 
 
 @pytest.fixture
@@ -29,7 +28,6 @@ def forget() -> Iterator[Callable[[], None]]:
     def forget_all() -> None:
         for x in known:
             x.clear()
-        engines.cpu().replays().forget()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of arguments in another order, and conversions

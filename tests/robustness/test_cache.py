@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import FULL
+from repeated import forget
 
 import speedlight as sl
 from speedlight import errors
-from speedlight.calls import dense
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.cpu.runtime import kept_files
@@ -66,10 +66,10 @@ def use(directory: Path, **environment: str) -> list[str]:
         patch.setattr(compiling, "_loaded", {})
         patch.setattr(errors, "_warned", set())
         patch.setattr(compiling, "compile_ir", compiled)
-        dense._prepared.clear()
+        forget()
         right = float(np.abs(sl.attention(q, q, q) - sl.reference.attention(q, q, q)).max()) < 1e-5
         (kernel,) = compiling._loaded.values()
-    dense._prepared.clear()
+    forget()
     return [str(right), str(len(said)), str(kernel.from_cache)]
 
 

@@ -749,20 +749,23 @@ DOORS = {
 
 # what remembers calls, or what was read of their arguments: the doors above that ask it, or who else compares
 MEMOS = {
-    "calls.dense._prepared": ("arrays", "out", "packed", "tensors", "autograd"),
-    "calls.backward._prepared": ("autograd", "backward"),
-    "calls.paged._prepared": ("paged",),
+    "problem.prepared.prepared_calls": (
+        "arrays", "out", "packed", "tensors", "autograd", "backward", "paged", "cache", "pool", "chunks",
+        "append_paged",
+    ),
     "calls.rotary._known": ("rotary",),
-    "cpu.engine.steps._prepared": ("cache", "pool", "chunks"),
-    "cpu.engine.append_call._prepared": ("append_paged",),
     "torch.blocks._known": ("flex",),
     "autograd.forms._texts": "its key is the text that its values are made of",
-    "distributed.ways._cores": "test_distributed.py",
     "distributed.groups._groups": "the state of a group, no call",
-}
+}  # fmt: skip
+
+
+def memos_by_home() -> dict[str, Any]:
+    """Returns every memo by the name of its home."""
+    homes = [(name, *name.rpartition(".")[::2]) for name in MEMOS]
+    return {name: getattr(importlib.import_module(f"speedlight.{home}"), own) for name, home, own in homes}
 
 
 def memos_of_calls() -> list[Any]:
     """Returns the memos that the doors ask."""
-    homes = [name.rpartition(".")[::2] for name, doors in MEMOS.items() if isinstance(doors, tuple)]
-    return [getattr(importlib.import_module(f"speedlight.{home}"), name) for home, name in homes]
+    return [x for name, x in memos_by_home().items() if isinstance(MEMOS[name], tuple)]

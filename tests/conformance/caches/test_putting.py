@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from pools import forget_steps, kept_calls
+from pools import kept_calls
 from problems import CODES, DTYPES, numpy_dtype, quantise
+from repeated import forget
 
 import speedlight as sl
 from speedlight.arrays import dtypes
@@ -119,7 +120,7 @@ def check_codes(rng, codes, dtype, way):
 def test_stores_past_the_caches_are_like_others(rng, monkeypatch, dtype, sizes, past):
     """As of prompts of 8 MiB; rows that end within a cache line go through the caches."""
     monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
-    forget_steps()
+    forget()
     cache = check_bits(rng, dtype, "side by side", [sizes])
     assert ways_of(cache) == {past and current_isa().arch == "x86_64"}
 
@@ -135,7 +136,7 @@ def test_codes_past_the_caches_are_like_others(rng, monkeypatch, codes):
     found = []
     for least in (0, 1 << 40):
         monkeypatch.setattr(putting, "_STREAM_BYTES", least)
-        forget_steps()
+        forget()
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, value_dim=128, capacity=900, dtype=codes)
         cache.append(0, k, v)
         found.append([x.tobytes() for both in cache._storage.parts(0, [sum(COUNTS)]) for x in both])
