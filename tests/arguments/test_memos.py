@@ -49,11 +49,12 @@ def outcome(memory: Memory, door: str, case: Case, check: Callable[..., None] | 
 
 
 def told(x: Any) -> Any:
-    """Returns all that anybody sees of an array."""
+    """Returns all that anybody sees of an array; of one that autograd records, that it is."""
     if not isinstance(x, torch.Tensor):
         return type(x), x.dtype, x.shape, x.strides, x.tobytes()
+    seen = x.requires_grad, x.is_inference()
     x = x.detach()
-    return type(x), x.dtype, x.shape, x.stride(), x.contiguous().view(torch.uint8).numpy().tobytes()
+    return type(x), seen, x.dtype, x.shape, x.stride(), x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def name_of(case: Case) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import numpy as np
@@ -15,7 +16,9 @@ from repeated import forget
 import speedlight as sl
 from speedlight.arrays import dtypes
 from speedlight.cpu.engine import append_call as putting
+from speedlight.cpu.memory.records import REPEAT
 from speedlight.cpu.runtime.launch import Launch
+from speedlight.cpu.runtime.repeating import functions
 from speedlight.host.machine import current_isa
 
 SIZES = ((33, 80), (16, 17), (5, 1))  # of keys and values: odd, of a vector, below one
@@ -149,6 +152,17 @@ def test_a_step_stores_its_own_tokens(rng, monkeypatch):
     regions = []
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda self, *given: (regions.append(self.shape.kind), run(self, *given))[1])
+    here, repeat = functions(), functions().run
+
+    def run_again(address, *given):
+        result = repeat(address, *given)
+        stores = ctypes.c_int64.from_address(address + REPEAT.offset("put_kernel")).value
+        if result is not None and stores:
+            regions.append("append")
+        return result
+
+    monkeypatch.setattr(here, "run", repeat and run_again)
+    forget()
     sl.set_threads(2)
     for length, alone in ((40, 0), (9000, 1)):
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=9100)
