@@ -284,9 +284,8 @@ def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
             for a, b in itertools.pairwise(values if whole else values[:2]):
                 yield Pair(f"{name}: {a}, {b}", given | {name: a}, given | {name: b})
             for a in values if whole else ():
-                for what, b in (
-                    a.apart(kind=base["kind"]) if isinstance(a, Lie) else [(repr(x), x) for x in twins_of(a)]
-                ):
+                is_array = isinstance(a, Lie)
+                for what, b in a.apart(kind=base["kind"]) if is_array else [(repr(x), x) for x in twins_of(a)]:
                     yield Pair(f"{name}: {a}, {what}", given | {name: a}, given | {name: b})
     for a, b in door.more:
         yield Pair(f"{a}, {b}", base | a, base | b)
@@ -345,7 +344,7 @@ def attend_and_back(memory: Memory, case: Case) -> Any:
     leaves = [q, k, v, *(scores if isinstance(scores, list) else [scores])]
     leaves = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
     flows = [torch.sin(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape) for x in results]
-    return results, torch.autograd.grad(results, leaves, flows) if leaves else ()
+    return [*results, *(torch.autograd.grad(results, leaves, flows) if leaves else ())]
 
 
 _BACKWARD = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
