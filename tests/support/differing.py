@@ -670,6 +670,18 @@ def grown(base: Case) -> Iterator[tuple[Case, Case]]:
             yield beside | {name: narrow}, beside | {name: replace(narrow, shape=(rows, 12), steps=(12, 1))} | wide
 
 
+def of_one(base: Case) -> Iterator[tuple[Case, Case]]:
+    """Yields changes of the stride of a dimension that has one entry, of queries or of keys."""
+    for axis in range(4):
+        sizes = {name: base[name].shape[:axis] + (1,) + base[name].shape[axis + 1 :] for name in ("q", "k", "v")}
+        if axis == 2:  # one query of all keys
+            sizes |= {name: base[name].shape for name in ("k", "v")}
+        single = {name: Lie.of(*shape) for name, shape in sizes.items()}
+        for name in ("q",) if axis == 2 else ("q", "k", "v"):
+            for step in (0, 5, 1000):
+                yield single, single | {name: single[name].stepped(axis, step)}
+
+
 DOORS = {
     "arrays": Door(attend, check_attention, DENSE, EVERY, SIZES, LSE + OUT + (({}, HEADS_LAST),) + tuple(grown(DENSE))),
     "out": Door(attend, check_attention, WITH_OUT, frozenset(), SIZES, LSE),
@@ -690,6 +702,7 @@ DOORS = {
         + OUT
         + (({}, HEADS_LAST),)
         + tuple(grown(DENSE))
+        + tuple(of_one(DENSE))
         + changes("records", False, True)
         + changes("kind", "torch", "numpy")
         + tuple([({name: x}, {name: x, "records": True}) for name, x in FOLLOWED.items()]),
