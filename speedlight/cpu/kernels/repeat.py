@@ -409,12 +409,14 @@ def _write_run(module: Module, symbol: str) -> None:
     first = k.pointer((Value(k, k.b.ptrtoint(room.x, I64)) + (_LINE - 1)) & -_LINE)
     threads = k.call(pack, call, k.p["arguments"], first)
     team = method.call("PyLong_AsVoidPtr", PTR, method.argument(10))
-    with k.when(threads.equals(0) | ((threads > 1) & _is_null(k, team))):
+    like, none = method.argument(4), k.load(PTR, method.held, READER.offset("none"))
+    is_alike = _is_same(k, like, none).equals(0)
+    lacks_pytorch = _is_null(k, k.load(PTR, method.held, READER.offset("tensor")))
+    with k.when(threads.equals(0) | ((threads > 1) & _is_null(k, team)) | (is_alike & lacks_pytorch)):
         method.call("PyMem_RawFree", VOID, room)
         k.b.ret(method.none().x)
-    like, none = method.argument(4), k.load(PTR, method.held, READER.offset("none"))
     made = k.variable(k.i64(0))
-    with k.when(_is_same(k, like, none).equals(0)):
+    with k.when(is_alike):
         found, at = _write_result(method, like)
         made.set(Value(k, k.b.ptrtoint(found.x, I64)))
         with k.when(at.equals(0)):

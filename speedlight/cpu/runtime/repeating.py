@@ -48,8 +48,8 @@ class Functions:
     def read_rest(self, rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
         """Reads what machine code leaves to Python; hands PyTorch's functions over once PyTorch is there."""
         if not self._has_torch and "torch" in sys.modules:
-            self._has_torch = True
             self._hand_over(sys.modules["torch"])
+            self._has_torch = True  # not before: an interrupt would leave all tensors to Python
             return self.read(rows, *arrays)
         return read_plainly(rows, *arrays)
 
