@@ -74,3 +74,15 @@ def counted() -> Iterator[Counts]:
     finally:
         here.run = machine_run
         forget()
+
+
+@contextlib.contextmanager
+def in_python() -> Iterator[None]:
+    """Has Python read arrays and run calls, as where there is no machine code for that."""
+    here = repeating.functions()
+    before, here.run = here.run, None
+    try:
+        with read_by_python():
+            yield
+    finally:
+        here.run = before

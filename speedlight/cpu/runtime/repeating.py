@@ -27,6 +27,7 @@ _EXCHANGE = b"dlpack_exchange_api"
 _READ_AT = 16 + 3 * 8  # bytes to dltensor_from_py_object_no_sync, behind a header and three other functions
 _MOST_ROOM = 8 << 20  # bytes of a call's words and scratch, at most
 _LINE = 64
+_REFUSALS = (RuntimeError, BufferError, TypeError, ValueError)  # by which libraries do not hand out an array
 
 
 class Functions:
@@ -39,8 +40,8 @@ class Functions:
         self._block = (ctypes.c_int64 * len(READER.names))()
         self._held: list[Any] = [object()]
         self._set(
-            none=None, false=False, ndarray=np.ndarray, plainly=self.read_rest, region=workers.region_holder(),
-            taken=self._held[0],
+            none=None, false=False, refusals=_REFUSALS, ndarray=np.ndarray, plainly=self.read_rest,
+            region=workers.region_holder(), taken=self._held[0],
         )  # fmt: skip
         if _is_known_python():
             self._load()
