@@ -79,8 +79,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
     """Computes attention() with its options in one, outside of graphs."""
     if TORCH.is_any_autocast_enabled():
         q, k, v = cast(q, k, v)
-    if not is_plain(q, k, v):
-        return attend_as_operation(q, k, v, options.spelled(), return_lse)
     if is_tensor(options.seed) and not is_traced(options.seed):
         options = replace(options, seed=integer("seed", options.seed))
+    if not is_plain(q, k, v):
+        return attend_as_operation(q, k, v, options.spelled(), return_lse)
     return compute(q, k, v, options, return_lse)

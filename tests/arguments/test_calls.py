@@ -15,14 +15,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from repeated import forget, kept
 from threads import together
 
 import speedlight as sl
 import speedlight.torch
 from speedlight import front
-from speedlight.calls import dense
 from speedlight.host.memo import Memo
 from speedlight.problem.options import DEFAULTS, OPTION_NAMES, AllOptions, Options, new_options
+from speedlight.problem.prepared import prepared_calls
 
 
 def own(function) -> dict[str, object]:
@@ -81,7 +82,7 @@ def test_every_option_reaches_the_problem_under_its_own_name(monkeypatch):
     """attention() spells options out, since that takes half the time."""
     for name in OPTION_NAMES:
         found = []
-        monkeypatch.setattr(front, "_compute", lambda q, k, v, options, *more: found.append(options))  # noqa: B023
+        monkeypatch.setattr(front, "compute", lambda q, k, v, options, *more: found.append(options))  # noqa: B023
         sl.attention(1, 2, 3, **{name: found})
         assert found[0].given() == {name: found}
         sl.attention(1, 2, 3, lengths=found)
@@ -180,12 +181,12 @@ def test_the_memo_under_threads():
 def test_a_call_counts_the_tables_that_it_keeps():
     """The memo is bounded in bytes: a mask's tables live as long as the call."""
     q = np.ones((1, 1, 8, 16), np.float32)
-    dense._prepared.clear()
+    forget()
     sl.attention(q, q, q, mask=sl.documents(np.zeros(200_000, np.int32)))
-    assert dense._prepared.bytes > 800_000
+    assert prepared_calls.bytes > 800_000
     sl.attention(q, q, q)
-    assert len(dense._prepared) == 2
-    dense._prepared.clear()
+    assert len(kept()) == 2
+    forget()
 
 
 @pytest.mark.parametrize("queries", [8, 40])
@@ -201,10 +202,10 @@ def test_a_tensor_to_be_negated_is_not_taken_for_another(queries):
 
 def test_packed_calls_are_repeated_too():
     q = np.random.default_rng(0).standard_normal((7, 2, 16), dtype=np.float32)
-    dense._prepared.clear()
+    forget()
     first = sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 3, 7], causal=True)
-    assert len(dense._prepared) == 1
+    assert len(kept()) == 1
     assert sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 3, 7], causal=True).tobytes() == first.tobytes()
-    assert len(dense._prepared) == 1
+    assert len(kept()) == 1
     other = sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 4, 7], causal=True)
-    assert len(dense._prepared) == 2 and other.tobytes() != first.tobytes()
+    assert len(kept()) == 2 and other.tobytes() != first.tobytes()

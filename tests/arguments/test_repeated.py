@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from differing import DOORS, MEMOS
+from differing import DOORS, MEMOS, memos_by_home
 from problems import qkv
+from repeated import forget, kept
 from torch.autograd import forward_ad
 
 import speedlight as sl
 import speedlight.torch
-from speedlight.calls import backward, dense
+from speedlight.calls import dense
 from speedlight.host.machine import host_isas
 from speedlight.host.memo import Memo
-from speedlight.problem.prepared import Prepared
+from speedlight.problem.prepared import Prepared, prepared_calls
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a call knows no panels
 
@@ -197,13 +198,13 @@ def test_an_option_is_part_of_what_a_call_is_known_by(rng, name, monkeypatch):
     )
     want = []
     for value in OTHERWISE[name]:
-        monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
+        forget()
         want.append(sl.attention(q, k, v, **options, **{name: value}).tobytes())
     assert want[0] != want[1]
-    monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
+    forget()
     for turn in range(6):
         assert sl.attention(q, k, v, **options, **{name: OTHERWISE[name][turn % 2]}).tobytes() == want[turn % 2]
-    assert len(dense._prepared) == 2
+    assert len(kept()) == 2
 
 
 @pytest.mark.parametrize("seed", range(20 if FULL else 1))
@@ -217,7 +218,7 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
     options = dict(plain)
     hits = ran = 0
     isas = [i.name for i in host_isas()][:2]
-    for name in ("repeat", "repeat_growing"):
+    for name in ("run", "run_into"):
         run = getattr(Prepared, name)
         monkeypatch.setattr(Prepared, name, lambda *given, _run=run, **more: (calls.append(1), _run(*given, **more))[1])
     variants = _variants()
@@ -233,13 +234,13 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
         if rng.random() < 0.05:
             monkeypatch.setenv("SPEEDLIGHT_ISA", str(rng.choice(isas)))
         given, out = _arrays(rng, base)
-        memo, untouched = dense._prepared, None if out is None else _numpy(out).copy()
+        untouched = None if out is None else _numpy(out).copy()
         calls: list[int] = []
         got = _outcome(lambda: sl.attention(*given, out=out, **options))  # noqa: B023
         hits += len(calls)
         if isinstance(got, tuple) and out is not None:
             assert _numpy(out).tobytes() == untouched.tobytes()
-        monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
+        held, prepared_calls._held = prepared_calls._held, {}
         if isinstance(out, torch.Tensor):
             out.copy_(torch.from_numpy(untouched))
         elif out is not None and out.flags.writeable:
@@ -247,7 +248,7 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
         want = _outcome(lambda: sl.attention(*given, out=out, **options))  # noqa: B023
         ran += isinstance(want, list)
         assert got == want, options
-        monkeypatch.setattr(dense, "_prepared", memo)
+        prepared_calls._held = held
     assert hits > 20 and ran > 40
 
 
@@ -325,10 +326,9 @@ def test_memos_are_bounded_in_bytes():
     known = memos()
     del known["speedlight.cpu.runtime.compile._compiled"]  # conftest.py has it grow
     assert len(known) > 20 and any(x.endswith("forms._texts") for x in known)
-    remember = {
-        name.removeprefix("speedlight.") for name, x in known.items() if isinstance(x, (Memo, WeakKeyDictionary))
-    }
-    assert remember == set(MEMOS)  # a new one says which calls its key tells apart
+    found = {id(x): name for name, x in known.items() if isinstance(x, (Memo, WeakKeyDictionary))}
+    homes = {id(x): name for name, x in memos_by_home().items()}
+    assert found.keys() == homes.keys()  # a new one says which calls its key tells apart
     assert {x for doors in MEMOS.values() if isinstance(doors, tuple) for x in doors} == set(DOORS)
     held = {name: held_by(x) for name, x in known.items()}
     assert {name: size for name, size in held.items() if size > MOST_HELD} == {}
@@ -401,8 +401,7 @@ def test_an_array_that_is_added_twice_stands_for_no_two_arrays(rng, monkeypatch)
     q, k, v = qkv(rng, "float32", 2, 2, 2, 40, 130, 16, 16)
     biases = [rng.normal(size=(40, 130)).astype(np.float32) * x for x in (1e3, 1, 1e-3)]
     a, b, _ = tables = [sl.Table(x, copy=False) for x in biases]
-    monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
-    monkeypatch.setattr(backward, "_prepared", Memo(8, 1 << 20))
+    forget()
 
     def results(pair: Any, grads: Any) -> Any:
         arrays = [biases[tables.index(x)] for x in pair]
@@ -420,8 +419,7 @@ def test_an_array_that_is_added_twice_stands_for_no_two_arrays(rng, monkeypatch)
     ]
     found = [results(*x) for x in (*orders, *orders[::-1])]
     for x, got in zip((*orders, *orders[::-1]), found, strict=True):
-        dense._prepared.clear()
-        backward._prepared.clear()
+        forget()
         assert got == results(*x)
 
 

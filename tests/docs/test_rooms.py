@@ -104,7 +104,7 @@ def test_accounts_of_caches_never_ask_which_device():
         "if storage.device == 'cpu': pass",
         "x = storage.name not in ('cuda', 'other')",
         "from ..engines import is_on_gpu",
-        "from .. import engines\nengines.cpu().replays()",
+        "from .. import engines\nengines.cpu().read",
         "isinstance(storage, CacheStorage)",
         "match device:\n    case 'cpu':\n        pass",
     ],

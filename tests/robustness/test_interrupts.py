@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from conftest import FULL
 from injection import Interrupt, handled, interrupted, needs_places, places, spread
-from pools import check_accounts, forget_steps
+from pools import check_accounts
+from repeated import forget
 
 import speedlight as sl
 
@@ -229,7 +230,7 @@ def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
         call(w)
         w.cache.truncate(24 if kind != "ring" else 724)
     else:
-        forget_steps()
+        forget()
     before = w.state(w)
     found = places(lambda: call(w))
     assert len(found) > 5
@@ -239,7 +240,7 @@ def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
         w = world(kind)
     for n in spread(found, MOST):
         if name != "attend again":
-            forget_steps()
+            forget()
         assert interrupted(lambda: call(w), n), f"place {n} of {len(found)}"
         assert w.state(w) == before, f"place {n} of {len(found)}"
     assert result(w, call) == wanted
@@ -355,7 +356,7 @@ def halfway(monkeypatch, owner, name, at, call):
             go.wait(60)
         return result
 
-    forget_steps()
+    forget()
     monkeypatch.setattr(owner, name, stopped)
     thread = threading.Thread(target=call)
     thread.start()

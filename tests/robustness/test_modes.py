@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from injection import interrupted, needs_places, places
 from problems import qkv
+from repeated import forget
 from states import INF, same, states
 
 import speedlight as sl
-from speedlight.calls import dense
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.host import rounding as modes
@@ -88,7 +88,7 @@ def test_results_have_the_bits_of_the_usual_modes(rng, made, name):
     results = made(rng)
     with set_to(name):
         found = results()
-    dense._prepared.clear()  # nothing is at hand that was prepared inside
+    forget()  # nothing is at hand that was prepared inside
     want = results()
     assert same(found, want)
     if made in (the_reference, merging, int8_caches):

@@ -196,6 +196,7 @@ def test_a_team_that_is_bound_is_always_taken():
 
 ALONE = (
     "import ctypes, gc, os, time\nfrom speedlight.cpu.runtime import compile, workers\n"
+    "from speedlight.problem.prepared import prepared_calls\n"
     "sl.set_threads(3)\nbefore = set(os.listdir('/proc/self/task'))\n"
     "want = sl.attention(q, q, q).tobytes()\n"
     "def status(name):\n"
@@ -210,7 +211,7 @@ def test_idle_threads_rest_and_a_process_ends():
     code = (
         "time.sleep(0.05); start = time.process_time(); time.sleep(0.3)\n"
         "print(time.process_time() - start < 0.003, len(status('SigBlk')), all(x >> 1 & 1 for x in status('SigBlk')))\n"
-        "compile._loaded.clear(); sl.calls.dense._prepared.clear(); gc.collect()\n"
+        "compile._loaded.clear(); prepared_calls.clear(); gc.collect()\n"
         "print(sl.attention(q, q, q).tobytes() == want, sl.attention(q, q, q, causal=True).shape == q.shape)"
     )
     assert run(BIG + ALONE + code).split() == ["True", "2", "True", "True", "True"]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from conftest import FULL
 from problems import qkv
+from repeated import forget
 from threads import BIG, run, together, use
 
 import speedlight as sl
-from speedlight.calls import dense
 from speedlight.cpu.runtime import workers
 
 
@@ -206,12 +206,12 @@ def fail_at_each_allocation(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     out = np.empty_like(q)
     sl.set_threads(3)
     calls = []
-    dense._prepared.clear()
+    forget()
     with monkeypatch.context() as patch:
         patch.setattr(Call, "run", lambda *given: calls.append(given))
         sl.attention(q, k, v, out=out)
     run_of, (prepared, *addresses) = Call.run, calls[0]
-    dense._prepared.clear()
+    forget()
     addresses[3] = out.ctypes.data
     run_of(prepared, *addresses)
     want, failed = out.tobytes(), 0

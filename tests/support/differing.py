@@ -40,6 +40,7 @@ class Lie:
     dtype: str = "float32"
     numbers: int = 0  # which
     grad: bool = False
+    way: str = ""  # of WAYS: what an array is besides
 
     @classmethod
     def of(cls, *shape: int, dtype: str = "float32", numbers: int = 0) -> Lie:
@@ -52,8 +53,10 @@ class Lie:
     def stepped(self, axis: int, step: int) -> Lie:
         return replace(self, steps=(*self.steps[:axis], step, *self.steps[axis + 1 :]))
 
-    def apart(self, written: bool = False) -> Iterator[tuple[str, Lie]]:
-        """Yields it with another stride, size or dtype. `written`: it may not overlap itself."""
+    def apart(self, written: bool = False, kind: str = "") -> Iterator[tuple[str, Lie]]:
+        """Yields it with another stride, size or dtype, and in the ways of its kind. `written`: it may not overlap
+        itself.
+        """
         for axis, step in enumerate(self.steps):
             yield f"stride {axis}", self.stepped(axis, math.prod(self.shape) if written else step + 1)
         for axis, size in enumerate(self.shape):
@@ -63,6 +66,77 @@ class Lie:
             yield dtype, replace(self, dtype=dtype)
         if self.dtype != "bool":
             yield "requires grad", replace(self, grad=True)
+        for way in WAYS.get(kind, ()):
+            yield way, replace(self, way=way)
+
+
+def _negated(x: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(x) if x.is_floating_point() else x
+
+
+def _all_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a tensor."""
+    return x.as_strided((NUMBERS,), (1,), 0)
+
+
+def _lazy(x: torch.Tensor) -> torch.Tensor:
+    return torch._lazy_clone(_all_of(x).clone()).as_strided(x.shape, x.stride(), MARGIN)
+
+
+def _cut(x: torch.Tensor, numbers: int) -> torch.Tensor:
+    """Returns the tensor in memory that has become too small."""
+    x = _all_of(x).clone().as_strided(x.shape, x.stride(), MARGIN)
+    x.untyped_storage().resize_(numbers * x.itemsize)
+    return x
+
+
+def _inferred(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+def _locked(x: np.ndarray) -> np.ndarray:
+    x = x.view()
+    x.flags.writeable = False
+    return x
+
+
+def _misaligned(x: np.ndarray) -> np.ndarray:
+    """Returns the array a byte further than numbers of its kind lie."""
+    memory = np.zeros(x.nbytes + 1, np.uint8)[1:]
+    return _filled(np.frombuffer(memory, x.dtype)[: x.size].reshape(x.shape), x)
+
+
+def _filled(to: np.ndarray, x: np.ndarray) -> np.ndarray:
+    to[...] = x
+    return to
+
+
+class Mine(np.ndarray):
+    """A class of somebody's."""
+
+
+# what an array may be besides its layout; what it holds is the same
+WAYS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "torch": {
+        "negated": _negated,
+        "copied when it is written to": _lazy,
+        "resized to nothing": lambda x: _cut(x, 0),
+        "resized to less": lambda x: _cut(x, MARGIN + 1),
+        "a parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+        "of inference mode": _inferred,
+        "an array of NumPy": lambda x: x.numpy(),
+    },
+    "numpy": {
+        "locked": _locked,
+        "misaligned": _misaligned,
+        "of another byte order": lambda x: _filled(np.empty(x.shape, x.dtype.newbyteorder()), x),
+        "reversed": lambda x: x[::-1],
+        "of a class of somebody's": lambda x: x.view(Mine),
+        "masked": np.ma.array,
+        "a tensor": lambda x: torch.as_tensor(np.ascontiguousarray(x)),
+    },
+}
 
 
 class Memory:
@@ -85,9 +159,12 @@ class Memory:
             numbers = numbers.clone() if kind == "torch" else numbers.copy()
         if kind == "torch":
             x = numbers.as_strided(lie.shape, lie.steps, MARGIN)
-            return x.requires_grad_(lie.grad and x.is_floating_point())
+            x = WAYS[kind][lie.way](x) if lie.way in WAYS[kind] else x
+            may_follow = isinstance(x, torch.Tensor) and x.is_floating_point() and not x.is_inference()
+            return x.requires_grad_() if lie.grad and may_follow else x
         steps = [n * numbers.itemsize for n in lie.steps]
-        return np.lib.stride_tricks.as_strided(numbers[MARGIN:], lie.shape, steps)
+        x = np.lib.stride_tricks.as_strided(numbers[MARGIN:], lie.shape, steps)
+        return WAYS[kind][lie.way](x) if lie.way in WAYS[kind] else x
 
     def made(self, x: Any, name: str, kind: str) -> Any:
         """Returns what a case has under a name: an array, or a list of some, or what is neither."""
@@ -188,7 +265,7 @@ def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
     base = door.base
     for name, x in base.items():
         if isinstance(x, Lie):
-            for what, other in x.apart(name.startswith("out")):
+            for what, other in x.apart(name.startswith("out"), base["kind"]):
                 yield Pair(f"{name}: {what}", base, base | {name: other})
     for size, places in door.sizes.items():
         for more in (-1, 1, 2, -2, *([3000] if size == "k_len" else [])):
@@ -207,7 +284,8 @@ def pairs_of(door: Door, *, whole: bool) -> Iterator[Pair]:
             for a, b in itertools.pairwise(values if whole else values[:2]):
                 yield Pair(f"{name}: {a}, {b}", given | {name: a}, given | {name: b})
             for a in values if whole else ():
-                for what, b in a.apart() if isinstance(a, Lie) else [(repr(x), x) for x in twins_of(a)]:
+                is_array = isinstance(a, Lie)
+                for what, b in a.apart(kind=base["kind"]) if is_array else [(repr(x), x) for x in twins_of(a)]:
                     yield Pair(f"{name}: {a}, {what}", given | {name: a}, given | {name: b})
     for a, b in door.more:
         yield Pair(f"{a}, {b}", base | a, base | b)
@@ -266,7 +344,7 @@ def attend_and_back(memory: Memory, case: Case) -> Any:
     leaves = [q, k, v, *(scores if isinstance(scores, list) else [scores])]
     leaves = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
     flows = [torch.sin(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape) for x in results]
-    return results, torch.autograd.grad(results, leaves, flows) if leaves else ()
+    return [*results, *(torch.autograd.grad(results, leaves, flows) if leaves else ())]
 
 
 _BACKWARD = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
@@ -462,6 +540,7 @@ PACKED = DENSE | {
     "cu_seqlens_q": [0, 4, 6],
     "cu_seqlens_k": [0, 5, 9],
 }
+FOLLOWED = {name: replace(x, grad=True) for name, x in TENSORS.items() if isinstance(x, Lie)}
 RECORDED = {
     "kind": "torch",
     "records": True,
@@ -591,6 +670,18 @@ def grown(base: Case) -> Iterator[tuple[Case, Case]]:
             yield beside | {name: narrow}, beside | {name: replace(narrow, shape=(rows, 12), steps=(12, 1))} | wide
 
 
+def of_one(base: Case) -> Iterator[tuple[Case, Case]]:
+    """Yields changes of the stride of a dimension that has one entry, of queries or of keys."""
+    for axis in range(4):
+        sizes = {name: base[name].shape[:axis] + (1,) + base[name].shape[axis + 1 :] for name in ("q", "k", "v")}
+        if axis == 2:  # one query of all keys
+            sizes |= {name: base[name].shape for name in ("k", "v")}
+        single = {name: Lie.of(*shape) for name, shape in sizes.items()}
+        for name in ("q",) if axis == 2 else ("q", "k", "v"):
+            for step in (0, 5, 1000):
+                yield single, single | {name: single[name].stepped(axis, step)}
+
+
 DOORS = {
     "arrays": Door(attend, check_attention, DENSE, EVERY, SIZES, LSE + OUT + (({}, HEADS_LAST),) + tuple(grown(DENSE))),
     "out": Door(attend, check_attention, WITH_OUT, frozenset(), SIZES, LSE),
@@ -607,7 +698,14 @@ DOORS = {
         TENSORS,
         EVERY,
         SIZES,
-        LSE + OUT + (({}, HEADS_LAST),) + tuple(grown(DENSE)) + changes("records", False, True),
+        LSE
+        + OUT
+        + (({}, HEADS_LAST),)
+        + tuple(grown(DENSE))
+        + tuple(of_one(DENSE))
+        + changes("records", False, True)
+        + changes("kind", "torch", "numpy")
+        + tuple([({name: x}, {name: x, "records": True}) for name, x in FOLLOWED.items()]),
     ),
     "autograd": Door(attend_and_back, check_attention, RECORDED, EVERY, SIZES, LSE),
     "backward": Door(
@@ -749,20 +847,23 @@ DOORS = {
 
 # what remembers calls, or what was read of their arguments: the doors above that ask it, or who else compares
 MEMOS = {
-    "calls.dense._prepared": ("arrays", "out", "packed", "tensors", "autograd"),
-    "calls.backward._prepared": ("autograd", "backward"),
-    "calls.paged._prepared": ("paged",),
+    "problem.prepared.prepared_calls": (
+        "arrays", "out", "packed", "tensors", "autograd", "backward", "paged", "cache", "pool", "chunks",
+        "append_paged",
+    ),
     "calls.rotary._known": ("rotary",),
-    "cpu.engine.steps._prepared": ("cache", "pool", "chunks"),
-    "cpu.engine.append_call._prepared": ("append_paged",),
     "torch.blocks._known": ("flex",),
     "autograd.forms._texts": "its key is the text that its values are made of",
-    "distributed.ways._cores": "test_distributed.py",
     "distributed.groups._groups": "the state of a group, no call",
-}
+}  # fmt: skip
+
+
+def memos_by_home() -> dict[str, Any]:
+    """Returns every memo by the name of its home."""
+    homes = [(name, *name.rpartition(".")[::2]) for name in MEMOS]
+    return {name: getattr(importlib.import_module(f"speedlight.{home}"), own) for name, home, own in homes}
 
 
 def memos_of_calls() -> list[Any]:
     """Returns the memos that the doors ask."""
-    homes = [name.rpartition(".")[::2] for name, doors in MEMOS.items() if isinstance(doors, tuple)]
-    return [getattr(importlib.import_module(f"speedlight.{home}"), name) for home, name in homes]
+    return [x for name, x in memos_by_home().items() if isinstance(MEMOS[name], tuple)]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from problems import DTYPES
+from repeated import forget
 from tolerance import assert_within
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.calls import backward, dense
 from speedlight.cpu.engine import schedule
 from speedlight.cpu.runtime.tuned import changed
 from speedlight.host.machine import PRODUCTS, current_isa
@@ -28,16 +28,13 @@ SMALL_TILES = RegisterTiles(
 def tuned(tiles: tuple[RegisterTiles, ...] | None = None, **parts: dict[str, Any]) -> Iterator[None]:
     """Calls are prepared anew, with another tuning: of each of its parts some fields that differ."""
 
-    memos = dense._prepared, backward._prepared
     more = {} if tiles is None else {"tiles": tiles}
     with changed(lambda tuning: tuning.with_parts(parts, **more)):
         try:
-            for memo in memos:
-                memo.clear()
+            forget()
             yield
         finally:
-            for memo in memos:
-                memo.clear()
+            forget()
 
 
 def one_vector(vectors: int) -> dict[str, dict[str, Any]]:
@@ -51,12 +48,12 @@ def cpu_blocks(*, as_many: bool = False) -> Iterator[None]:
     """The CPU's blocks are what they are."""
     before = schedule.DECODE_ROWS
     schedule.DECODE_ROWS = 0 if as_many else before
-    dense._prepared.clear()
+    forget()
     try:
         yield
     finally:
         schedule.DECODE_ROWS = before
-        dense._prepared.clear()
+        forget()
 
 
 def cpu_bound(q: Any, k: Any, v: Any, **options: Any) -> Any:

@@ -7,8 +7,7 @@ from collections import Counter
 from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
-from speedlight.cpu.engine import steps
-from speedlight.problem.prepared import Prepared
+from speedlight.problem.prepared import Prepared, prepared_calls
 
 KINDS = (*DTYPES, *CODES)
 
@@ -50,11 +49,7 @@ def kept_steps(owner):
 
 
 def kept_calls(owner):
-    """Returns what is kept for caches or pools of the form of this one."""
-    form = owner._storage.steps.form
-    return [x.value for key, x in steps._prepared._held.items() if form in (key[-1], key[1][-1:] and key[1][-1])]
-
-
-def forget_steps():
-    """So that the next call is checked and prepared anew."""
-    steps._prepared.clear()
+    """Returns what is kept for caches or pools whose memory has the layout of this one."""
+    of = owner._storage.steps
+    entries = list(prepared_calls._held.items())
+    return [x.value for key, x in entries if key.place is of or (type(key.place) is tuple and key.place[0] is of)]

@@ -64,7 +64,9 @@ PYTHON = (
     "PyCapsule_GetPointer",
     "PyDict_GetItem",
     "PyErr_Clear",
+    "PyErr_ExceptionMatches",
     "PyErr_NoMemory",
+    "PyErr_Occurred",
     "PyEval_RestoreThread",
     "PyEval_SaveThread",
     "PyList_GetItem",
@@ -129,6 +131,18 @@ class _Method:
     def null(self) -> Value:
         return Value(self.k, ir.Constant(PTR, None))
 
+    def clear_refusal(self) -> None:
+        """Forgets what a library raised for an array that it does not hand out; ends the method with any other error.
+
+        A mode of PyTorch's may be interrupted.
+        """
+        k = self.k
+        with k.when(_is_null(k, self.call("PyErr_Occurred", PTR)).equals(0)):
+            refusals = k.load(PTR, self.held, READER.offset("refusals"))
+            with k.when(self.call("PyErr_ExceptionMatches", I32, refusals).equals(0)):
+                k.b.ret(self.null().x)
+            self.call("PyErr_Clear", VOID)
+
     def none(self) -> Value:
         """Returns a new reference to None."""
         none = self.k.load(PTR, self.held, READER.offset("none"))
@@ -188,7 +202,7 @@ def _write_read(module: Module, symbol: str) -> None:
         with yes:
             k.b.ret(k.pointer(result.get()).x)
         with no:
-            method.call("PyErr_Clear", VOID)  # of a tensor that PyTorch does not hand out
+            method.clear_refusal()
             plainly = k.load(PTR, method.held, READER.offset("plainly"))
             given = k.p["arguments"], k.p["count"], method.null()
             k.b.ret(method.call("PyObject_Vectorcall", PTR, plainly, *given).x)
@@ -418,12 +432,14 @@ def _write_run(module: Module, symbol: str) -> None:
     first = k.pointer((Value(k, k.b.ptrtoint(room.x, I64)) + (_LINE - 1)) & -_LINE)
     threads = k.call(pack, call, k.p["arguments"], first)
     team = method.call("PyLong_AsVoidPtr", PTR, method.argument(10))
-    with k.when(threads.equals(0) | ((threads > 1) & _is_null(k, team))):
+    like, none = method.argument(4), k.load(PTR, method.held, READER.offset("none"))
+    is_alike = _is_same(k, like, none).equals(0)
+    lacks_pytorch = _is_null(k, k.load(PTR, method.held, READER.offset("tensor")))
+    with k.when(threads.equals(0) | ((threads > 1) & _is_null(k, team)) | (is_alike & lacks_pytorch)):
         method.call("PyMem_RawFree", VOID, room)
         k.b.ret(method.none().x)
-    like, none = method.argument(4), k.load(PTR, method.held, READER.offset("none"))
     made = k.variable(k.i64(0))
-    with k.when(_is_same(k, like, none).equals(0)):
+    with k.when(is_alike):
         found, at = _write_result(method, like)
         made.set(Value(k, k.b.ptrtoint(found.x, I64)))
         with k.when(at.equals(0)):
@@ -431,6 +447,7 @@ def _write_run(module: Module, symbol: str) -> None:
             with k.when(made.get().equals(0)):  # what Python raised
                 k.b.ret(method.null().x)
             method.call("Py_DecRef", VOID, found)
+            method.clear_refusal()
             k.b.ret(method.none().x)
         k.store(at, first, of_call("words") + 8 * (CALL.start + _CALL_OUT))
     _write_region(method, call, first, threads, team)

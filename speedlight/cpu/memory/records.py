@@ -109,7 +109,7 @@ ARRAY = Record("dtype", "dims", *_OF_DIMS)
 PLACE = Record("address", *_OF_DIMS)
 # what reading needs: objects of Python's, and the function that the exchange API hands out
 READER = Record(
-    "none", "false", "ndarray", "tensor", "exchange",
+    "none", "false", "refusals", "ndarray", "tensor", "exchange",
     "is_neg", "is_copy_on_write", "untyped_storage", "storage_offset", "empty_like",
     "questions", "question_count", "level_of", "level", "no_level", "plainly", "region", "taken",
 )  # fmt: skip

@@ -101,9 +101,9 @@ class Launch:
             if first is None:
                 return None
             if there.ctypes.data == (x.ctypes.data if is_numpy else torch_tensors.read_address(x)):
-                places.append(Place(slot, there.ndim, first=first))
+                places.append(Place(slot, x.ndim, first=first))
             elif not is_numpy and str(x.dtype) == "torch.bfloat16":
-                places.append(Place(slot, there.ndim, is_copied=True, first=first))
+                places.append(Place(slot, x.ndim, is_copied=True, first=first))
             else:
                 return None
         return places

@@ -29,6 +29,7 @@ _MOST_ROOM = 8 << 20  # bytes of a call's words and scratch, at most
 _LINE = 64
 # forward mode's level outside of it, which PyTorch has as this very object: a small number
 _LEVEL, _NO_LEVEL = "_current_level", -1
+_REFUSALS = (RuntimeError, BufferError, TypeError, ValueError)  # by which libraries do not hand out an array
 
 
 class Functions:
@@ -41,8 +42,8 @@ class Functions:
         self._block = (ctypes.c_int64 * len(READER.names))()
         self._held: list[Any] = [object()]
         self._set(
-            none=None, false=False, ndarray=np.ndarray, plainly=self.read_rest, region=workers.region_holder(),
-            taken=self._held[0],
+            none=None, false=False, refusals=_REFUSALS, ndarray=np.ndarray, plainly=self.read_rest,
+            region=workers.region_holder(), taken=self._held[0],
         )  # fmt: skip
         if _is_known_python():
             self._load()
@@ -50,8 +51,8 @@ class Functions:
     def read_rest(self, rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
         """Reads what machine code leaves to Python; hands PyTorch's functions over once PyTorch is there."""
         if not self._has_torch and "torch" in sys.modules:
-            self._has_torch = True
             self._hand_over(sys.modules["torch"])
+            self._has_torch = True  # not before: an interrupt would leave all tensors to Python
             return self.read(rows, *arrays)
         return read_plainly(rows, *arrays)
 

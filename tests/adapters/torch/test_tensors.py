@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 from conftest import FULL
+from repeated import forget, kept
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
 from speedlight.arrays import torch_tensors
-from speedlight.calls import dense
 from speedlight.cpu.engine.forward_call import Call
 from speedlight.problem.results import fresh
 
@@ -72,7 +72,7 @@ def test_tensors_without_memory_are_named(kind, name):
 def test_memory_that_a_prepared_call_has_lost():
     q, k, v = tensors()
     sl.attention(q, k, v)
-    assert len(dense._prepared) > 0
+    assert len(kept()) > 0
     k.untyped_storage().resize_(0)
     with pytest.raises(sl.ArgumentError, match=r"^k: expected a tensor with memory for its \(1, 2, 8, 16\)"):
         sl.attention(q, k, v)
@@ -252,7 +252,7 @@ def test_autograd_hears_of_a_kernel_that_is_stopped(repeated, monkeypatch):
     """`out` may be half written then. Where a call is refused, or a lookup is out of range, it is as it was."""
     q, k, v = tensors()
     out, table = torch.zeros(SHAPE), sl.table(torch.arange(7.0))
-    dense._prepared.clear()
+    forget()
     if repeated:
         sl.attention(q, k, v, out=out)
     flow = saved(out)

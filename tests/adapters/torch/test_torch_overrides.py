@@ -8,13 +8,12 @@ import threading
 import pytest
 import torch
 from counting import SDPA, counted
+from repeated import forget, kept
 from test_torch_sdpa import assert_equal, drawn, formula
 from torch.nn.attention.bias import causal_lower_right
 
 import speedlight as sl
 import speedlight.torch
-from speedlight.calls import dense
-from speedlight.host.memo import Memo
 from speedlight.torch import patch, report, sdpa, unpatch
 
 __all__ = ["counted"]
@@ -74,13 +73,13 @@ def test_calls_that_attention_has_prepared_are_taken_by_pytorch_s_rules(name, mo
     q = drawn(2, 8, 4, 8).float().transpose(1, 2)
     k = drawn(sizes.get("batch", 2), 8, sizes.get("heads", 4), 8).to(sizes.get("dtype", torch.float32)).transpose(1, 2)
     v = k[..., : sizes.get("value_dim", 8)]
-    monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
+    forget()
     with sdpa():
         want = _found(lambda: F.scaled_dot_product_attention(q, k, v, **theirs))
-        dense._prepared.clear()
+        forget()
         for _ in range(2):
             sl.attention(q, k, v, **options)
-        assert len(dense._prepared) == 1 or name == "a mask of another float"
+        assert len(kept()) == 1 or name == "a mask of another float"
         for _ in range(2):
             assert _found(lambda: F.scaled_dot_product_attention(q, k, v, **theirs)) == want
 

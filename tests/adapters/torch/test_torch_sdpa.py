@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from repeated import forget
 from tolerance import assert_equal
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -284,8 +285,7 @@ def test_a_recorded_call_of_a_known_form_describes_and_traces_nothing(shape, mon
 
     cases, want = [(1, False), (2, True), (3, False)], []
     for case in cases:
-        dense._prepared.clear()
-        backward._prepared.clear()
+        forget()
         want.append(results(*case))
     for case in cases[:2]:
         results(*case)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conftest import FULL
 from problems import DTYPES, numpy_dtype, qkv
+from repeated import forget
 from tolerance import assert_accurate
 
 import speedlight as sl
-from speedlight.calls import dense
 from speedlight.cpu.language import philox as on_vectors
 from speedlight.cpu.language.vector import I64, PTR, Module, vec
 from speedlight.cpu.memory.shape import Shape
@@ -230,7 +230,7 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
     want, lse = sl.attention(q, k, v, return_lse=True, **options)
     for threads in (1, 3):
         sl.set_threads(threads)
-        dense._prepared.clear()
+        forget()
         assert sl.attention(q, k, v, **options).tobytes() == want.tobytes()
     for first, end in ((0, 1), (1, 4), (4, 60), (60, 150)):
         out, some = sl.attention(q[:, :, first:end], k, v, q_start=1050 + first, return_lse=True, **options)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pools import forget_steps, kept_steps
+from pools import kept_steps
 from problems import qkv
+from repeated import forget, kept
 
 import speedlight as sl
-from speedlight.calls import dense
 from speedlight.problem.options import Options
 
 # --- seeds
@@ -31,14 +31,14 @@ def test_keys_know_probabilities_and_no_seeds():
 @pytest.mark.parametrize("q_len", [60, 1])
 def test_another_seed_prepares_nothing(rng, q_len):
     """A training loop has a new one in every step: memos of prepared calls hold none of them."""
-    forget_steps()
+    forget()
     q, k, v = qkv(rng, "float32", 1, 2, 2, q_len, 200, 16, 16)
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=200)
     cache.append(0, k, v)
     pool = sl.PagePool(layers=1, pages=13, page_size=16, kv_heads=2, head_dim=16)
     sequence, rows = pool.sequence(), [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v)]
     pool.append(0, [sequence], *rows[1:])
-    dense._prepared.clear()
+    forget()
     first = {}
     for turn in range(2):
         for seed in (0, 1, 2**63, 2**64 - 1):
@@ -50,7 +50,7 @@ def test_another_seed_prepares_nothing(rng, q_len):
             assert got.tobytes() == out
             assert sl.attention(q, k, v, dropout=0.3, seed=np.uint64(seed)).tobytes() == out
     assert len(set(first.values())) == 4
-    assert len(dense._prepared) == 1
+    assert len(kept()) == 1
     for owner in (cache, pool):
         assert len({x.call for x in kept_steps(owner) if x.call is not None}) == 1
 

@@ -16,14 +16,13 @@ from expressions import BIAS, LENGTH, masks, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import DIMS, DTYPES, HUGE, flow_of, numpy_dtype, qkv
+from repeated import forget
 from tolerance import assert_gradients, assert_within
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.calls import backward
 from speedlight.cpu.engine import backward_schedule
 from speedlight.host.machine import current_isa, host_isas
-from speedlight.host.memo import Memo
 
 NAN, INF = np.nan, np.inf
 NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
@@ -311,7 +310,7 @@ def test_panels_of_any_width_have_the_same_bits(rng, dtype, monkeypatch):
     found = []
     for vectors in (2, 3):
         monkeypatch.setattr(backward_schedule, "_WORTH", {vectors: 1.0})
-        monkeypatch.setattr(backward, "_prepared", Memo(8, 1 << 20))
+        forget()
         found.append(sl.attention_backward(*arrays, *flow, **options))
     same(*found)
 

@@ -23,6 +23,7 @@ from engines import tuned
 from guarded import Guarded, GuardedNumpy, libc
 from injection import interrupted, needs_places, places, spread
 from problems import DTYPES, flow_of, numpy_dtype, qkv
+from repeated import forget, kept
 from test_backward import NAMES, same
 from threads import count_threads, together, up, wait_until
 
@@ -293,7 +294,7 @@ def test_a_repeated_call_sees_what_changed(rng):
         got = sl.attention_backward(*everything, **options)
         for _ in range(2):
             same(sl.attention_backward(*everything, **options), got)
-            backward._prepared.clear()
+            forget()
             same(sl.attention_backward(*everything, **options), got)
             sl.attention_backward(*everything)
         seen[repr(options)] = b"".join(x.tobytes() for x in got)
@@ -305,7 +306,7 @@ def test_a_repeated_call_sees_what_changed(rng):
         before = sl.attention_backward(*everything)
         x *= np.float32(1.5)
         got = sl.attention_backward(*everything)
-        backward._prepared.clear()
+        forget()
         same(sl.attention_backward(*everything), got)
         assert any(a.tobytes() != b.tobytes() for a, b in zip(got, before, strict=True))
     without = sl.attention_backward(*everything[:6])
@@ -341,10 +342,10 @@ def test_a_prepared_call_keeps_no_array(rng):
     arrays = qkv(rng, "float32", 1, 2, 2, 5, 6, 9, 8)
     everything = [*arrays, *flow_of(rng, arrays)]
     held = [weakref.ref(x) for x in everything]
-    backward._prepared.clear()
+    forget()
     for _ in range(2):
         sl.attention_backward(*everything)
-    assert len(backward._prepared) == 1
+    assert len(kept("gradients")) == 1
     del arrays, everything
     gc.collect()
     assert [x() for x in held] == [None] * len(held)

@@ -19,6 +19,7 @@ from caches import made
 from conftest import FULL
 from pools import check_accounts
 from problems import DTYPES, Pack, numpy_dtype, qkv
+from repeated import forget
 from threads import together
 
 import speedlight as sl
@@ -35,7 +36,6 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dty
     """Every dim, length, group and thread count, with special values in keys and values. A short run has one mask or
     score for each dtype, on the best unit.
     """
-    from speedlight.calls import dense
     from speedlight.cpu.engine import schedule
 
     for case in range(200 if FULL else 15):
@@ -60,7 +60,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dty
         results = []
         for rows, threads in ((0, 1), (64, 1), (64, 2)):
             monkeypatch.setattr(schedule, "DECODE_ROWS", rows)
-            dense._prepared.clear()
+            forget()
             sl.set_threads(threads)
             results.append(sl.attention(q, k, v, **options))
             kernel = sl.plan(q, k, v, causal=options["causal"]).kernel

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from pools import forget_steps, kept_calls
+from pools import kept_calls
 from problems import CODES, DTYPES, numpy_dtype, quantise
+from repeated import forget
 
 import speedlight as sl
 from speedlight.arrays import dtypes
 from speedlight.cpu.engine import append_call as putting
+from speedlight.cpu.memory.records import REPEAT
 from speedlight.cpu.runtime.launch import Launch
+from speedlight.cpu.runtime.repeating import functions
 from speedlight.host.machine import current_isa
 
 SIZES = ((33, 80), (16, 17), (5, 1))  # of keys and values: odd, of a vector, below one
@@ -119,7 +123,7 @@ def check_codes(rng, codes, dtype, way):
 def test_stores_past_the_caches_are_like_others(rng, monkeypatch, dtype, sizes, past):
     """As of prompts of 8 MiB; rows that end within a cache line go through the caches."""
     monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
-    forget_steps()
+    forget()
     cache = check_bits(rng, dtype, "side by side", [sizes])
     assert ways_of(cache) == {past and current_isa().arch == "x86_64"}
 
@@ -135,7 +139,7 @@ def test_codes_past_the_caches_are_like_others(rng, monkeypatch, codes):
     found = []
     for least in (0, 1 << 40):
         monkeypatch.setattr(putting, "_STREAM_BYTES", least)
-        forget_steps()
+        forget()
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, value_dim=128, capacity=900, dtype=codes)
         cache.append(0, k, v)
         found.append([x.tobytes() for both in cache._storage.parts(0, [sum(COUNTS)]) for x in both])
@@ -148,6 +152,17 @@ def test_a_step_stores_its_own_tokens(rng, monkeypatch):
     regions = []
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda self, *given: (regions.append(self.shape.kind), run(self, *given))[1])
+    here, repeat = functions(), functions().run
+
+    def run_again(address, *given):
+        result = repeat(address, *given)
+        stores = ctypes.c_int64.from_address(address + REPEAT.offset("put_kernel")).value
+        if result is not None and stores:
+            regions.append("append")
+        return result
+
+    monkeypatch.setattr(here, "run", repeat and run_again)
+    forget()
     sl.set_threads(2)
     for length, alone in ((40, 0), (9000, 1)):
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=9100)

@@ -10,10 +10,10 @@ import torch
 from conftest import FULL
 from pools import kept_steps
 from problems import numpy_dtype, qkv
+from repeated import forget
 from steps import LONGEST, OPTIONS, D, options_of, strided
 
 import speedlight as sl
-from speedlight.calls import paged
 from speedlight.cpu.engine import storage
 from speedlight.problem.block_tables import page_lists
 
@@ -175,7 +175,7 @@ def test_raw_pages_called_again_say_what_a_first_call_says(rng):
         layout = str(rng.choice(["bhld", "lhd"])) if n == 1 else "bhld"
         q = rng.standard_normal((count, 4, n, D) if layout == "bhld" else (count, 4, D)).astype(np.float32)
         options = options_of(rng, 4 if FULL else FEW) | {"causal": bool(rng.random() < 0.5), "layout": layout}
-        paged._prepared.clear()
+        forget()
         want = bits(sl.attention_paged(q, k_pages, v_pages, table, lengths, **options))
         for again in range(3):
             given = either(rng, strided(rng, q), k_pages, v_pages)

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import FULL
-from pools import alone, check_accounts, forget_steps, made, packed
+from pools import alone, check_accounts, made, packed
+from repeated import forget
 from threads import together
 
 import speedlight as sl
@@ -352,7 +353,7 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
                 failing = _Failing(at)
                 for module in (putting, storage, prepare, launch):
                     patch.setattr(module, "np", failing)
-                forget_steps()
+                forget()
                 try:
                     out = call(n)
                 except MemoryError:
