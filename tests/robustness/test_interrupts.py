@@ -270,11 +270,11 @@ def test_a_signal_handler_may_use_the_pool(name, within):
     call, _ = POOL[name]
     sl.set_threads(1)
     wanted = result(world("pool"), call)
-    forget_steps()
+    forget()
     found = places(functools.partial(call, world("pool")), (within,))
     for n in spread(found, MOST if not within else 60):
         w = world("pool")
-        forget_steps()
+        forget()
         got = result(w, lambda w, n=n: handled(lambda: call(w), n, lambda: uses(w), (within,)))
         assert got == wanted, f"place {n} of {len(found)}"
 
