@@ -206,16 +206,27 @@ class Prepared:
         call = self.call
         layout, record = call.result_layout, call.record
         lse, lse_at = fresh(q, layout.lse_shape, logarithms=True) if return_lse else (None, 0)
-        if layout.alike and record is not None and type(q) is not np.ndarray:
-            out = record.run(record.address, places, *store, q, 0, lse_at, seed, lengths, lists, 0)
-            if out is not None and out is not False:
-                return (out, lse) if return_lse else out
-        out, out_at = fresh(q, layout.shape, alike=layout.alike, strides=layout.strides)
-        if record is None or not record.run(
-            record.address, places, *store, None, out_at, lse_at, seed, lengths, lists, 0
-        ):
+        # machine code makes a tensor like q itself
+        like = q if layout.alike and record is not None and type(q) is not np.ndarray else None
+        out, out_at = (None, 0) if like is not None else self._fresh(q)
+        done = None
+        if record is not None:
+            given = record.address, places, *store, like, out_at, lse_at, seed, lengths, lists
+            done = record.run(*given, 0)
+            if done is None and record.threads > 1:
+                done = record.run(*given, record.team(record.threads))
+        if done is None or done is False:  # a long call, another number of sequences, an index out of range
+            if like is not None:
+                out, out_at = self._fresh(q)
             call.run_again(places, out_at, lse_at, seed, lengths, lists, store, arrays)
+        elif like is not None:
+            out = done
         return (out, lse) if return_lse else out
+
+    def _fresh(self, q: Any) -> tuple[Any, int]:
+        """Makes the result of queries, and returns its address, too."""
+        layout = self.call.result_layout
+        return fresh(q, layout.shape, alike=layout.alike, strides=layout.strides)
 
     def store(self, places: bytes, before: list[int], store: tuple[int, int], lists: list[int] | None = None) -> None:
         """Stores new tokens of a cache or pool without attending.

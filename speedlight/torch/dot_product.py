@@ -101,12 +101,13 @@ def as_pytorch(
     enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
     """Returns a result with PyTorch's strides: in query's order, as its kernel's, or contiguous, as its formula's."""
-    is_contiguous = out.is_contiguous()
-    if is_contiguous and 1 not in out.shape:  # dims of one may have any stride
-        return out
+    if out.dim() == 4:
+        _, heads, rows, dim = out.shape
+        if out.stride() == (heads * rows * dim, rows * dim, dim, 1):  # a new tensor's, those of dims of one included
+            return out
     if not takes_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         return out
-    return out.reshape(out.shape) if is_contiguous else out.contiguous()
+    return out.reshape(out.shape) if out.is_contiguous() else out.contiguous()
 
 
 def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:

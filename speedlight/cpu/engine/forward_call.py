@@ -32,7 +32,6 @@ from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Place, Words, threads_for
 from ..runtime.repeating import NOT_REPEATED, record_of
 from ..runtime.tuned import tuning_of
-from ..runtime.workers import team_address
 from .schedule import Schedule, product_name, schedule, token_bytes
 
 if TYPE_CHECKING:
@@ -205,24 +204,15 @@ class Call:
         self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
         store: tuple[int, int], arrays: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Runs for arrays at other places (problem/prepared.py); out and lse: addresses. Machine code has not done it.
+        """Runs for arrays at other places (problem/prepared.py) in Python, and has machine code run the next one.
 
-        store: addresses of a cache's keys and values, or zeros.
+        A long call is always run so, in regions between which Python sees signals; and one with an index out of range,
+        which is raised.
+
+        out, lse: addresses. store: addresses of a cache's keys and values, or zeros.
         """
         if self.record is None:
             self.record = record_of(self) or NOT_REPEATED
-        record = self.record
-        if record.threads > 1:
-            team = team_address(record.threads)
-            if team and record.run(record.address, places, *store, None, out, lse, seed, lengths, lists, team):
-                return
-        self._run_plainly(places, out, lse, seed, lengths, lists, store, arrays)
-
-    def _run_plainly(
-        self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
-        store: tuple[int, int], arrays: Sequence[Any],
-    ) -> None:  # fmt: skip
-        """Runs a long call, with regions between which Python sees signals; and one with an index out of range."""
         lie = array_places(places)
         q, k, v = lie[0][0], *store
         new = tables = keys = count = None

@@ -154,6 +154,7 @@ class Record:
     """
 
     __slots__ = ("_held", "address", "run", "threads")
+    team = staticmethod(workers.team_address)
 
     def __init__(self, words: dict[str, int], held: list[Any]) -> None:
         record = (ctypes.c_int64 * len(REPEAT.names))()
@@ -171,6 +172,7 @@ class _NotRepeated:
     """Stands for the record of a call that machine code does not run."""
 
     address, threads, run = 0, 1, staticmethod(_never)
+    team = staticmethod(workers.team_address)
 
 
 NOT_REPEATED = _NotRepeated()
