@@ -41,9 +41,9 @@ MUTATIONS = (
     Mutation(
         "a tensor to be negated is taken for one that is not",
         "problem/prepared.py",
-        "if x.layout is not strided or x.is_neg():",
-        "if x.layout is not strided:",
-        "tests/arguments/test_calls.py -k negated",
+        "if x.layout is not torch.strided or x.is_neg() or (",
+        "if x.layout is not torch.strided or (",
+        "tests/arguments/test_memos.py -k 'differ_in_one_thing and tensors'",
     ),
     Mutation(
         "of a tensor behind two tables the first alone gets its gradient",
@@ -165,24 +165,63 @@ MUTATIONS = (
         "tests/arguments/test_repeated.py -k over_an_argument",
     ),
     Mutation(
-        "a call for any number of keys is known without the stride of values' columns",
+        "a call for any number of keys is known without the strides of keys' and values' columns",
         "problem/prepared.py",
-        "        k_column, v_column, 0 < k_head < k_row,",
-        "        k_column, 0 < k_head < k_row,",
+        "(dtype, shape[:axis] + shape[axis + 1 :], strides[-1])",
+        "(dtype, shape[:axis] + shape[axis + 1 :])",
+        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+    ),
+    Mutation(
+        "machine code takes keys and values of any columns' strides",
+        "cpu/kernels/repeat.py",
+        """        for d in range(3):
+            k.store(k.i64(0), at(t, f"stride{d}"))
+""",
+        """        for d in range(4):
+            k.store(k.i64(0), at(t, f"stride{d}"))
+""",
         "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
     ),
     Mutation(
         "an array of any rows is known for any number of keys",
-        "problem/option_keys.py",
-        " > 1 and shape[-2] in (1, rows):",
-        " > 1:",
+        "problem/prepared.py",
+        " > 1 and shape[-2] in (1, most)):",
+        " > 1):",
         "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+    ),
+    Mutation(
+        "machine code takes arrays of any rows for any number of keys",
+        "cpu/kernels/repeat.py",
+        " & (keys > 1) & (rows.equals(1) | rows.equals(most))",
+        " & (keys > 1)",
+        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+    ),
+    Mutation(
+        "a call for any number of keys is known without where heads lie",
+        "problem/prepared.py",
+        "return (spans_of(keys), inside, arrays[0], *whole, *masks)",
+        "return (spans_of(keys), arrays[0], *whole, *masks)",
+        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+    ),
+    Mutation(
+        "machine code takes heads inside of a row for heads apart",
+        "cpu/kernels/repeat.py",
+        "k.store(spans.get() * 2 + inside, layout)",
+        "k.store(spans.get() * 2, layout)",
+        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+    ),
+    Mutation(
+        "a call into the caller's own array is known without what that is",
+        "calls/dense.py",
+        'CallKey("attention", of_options, layout, cpu.machine(), read[0])',
+        'CallKey("attention", of_options, layout, cpu.machine(), ())',
+        "tests/arguments/test_memos.py -k 'differ_in_one_thing and out'",
     ),
     Mutation(
         "of gradients that are asked for it is known how many, not of which arrays",
         "calls/backward.py",
-        "asked_for.append(at or x)",
-        "asked_for.append(bool(at) or x)",
+        "wanted.append(at or x)",
+        "wanted.append(bool(at) or x)",
         "tests/arguments/test_memos.py -k 'differ_in_one_thing and backward'",
     ),
     Mutation(

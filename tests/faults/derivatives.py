@@ -70,8 +70,8 @@ MUTATIONS = (
     Mutation(
         "autocast is for speedlight.torch alone",
         "front.py",
-        'if is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():',
-        "if is_tensor(q) and False:",
+        'is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():',
+        "is_tensor(q) and False:",
         "tests/adapters/torch/test_torch_doors.py -k autocast",
     ),
     Mutation(
@@ -84,8 +84,8 @@ MUTATIONS = (
     Mutation(
         "results of repeated calls are contiguous",
         "problem/prepared.py",
-        "out, out_at = fresh(q, form.shape, alike=form.alike, strides=form.strides)",
-        "out, out_at = fresh(q, form.shape)",
+        "out, out_at = fresh(q, layout.shape, alike=layout.alike, strides=layout.strides)",
+        "out, out_at = fresh(q, layout.shape)",
         "tests/adapters/torch/test_torch_strides.py -k lie_as",
     ),
 )

@@ -78,11 +78,13 @@ def counted() -> Iterator[Counts]:
 
 @contextlib.contextmanager
 def in_python() -> Iterator[None]:
-    """Has Python read arrays and run calls, as where there is no machine code for that."""
+    """Has Python read arrays and run calls, as where there is no machine code for that; no call is prepared yet."""
     here = repeating.functions()
-    before, here.run = here.run, None
+    run, here.run = here.run, None
+    held, prepared_calls._held = prepared_calls._held, {}
     try:
         with read_by_python():
             yield
     finally:
-        here.run = before
+        here.run = run
+        prepared_calls._held = held

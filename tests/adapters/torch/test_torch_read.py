@@ -281,8 +281,8 @@ def test_both_ways_read_the_same(counts, arrays):
             assert before is None or not before
             found[name] = by_machine[0], plainly[0], type(by_machine[0]) is bytes
         fast = [name for name, x in found.items() if x[2]]
-        slow = {"bfloat16", "another byte order", "structured", "objects", "texts", "dates", "shifted", "F", "D", "G"}
-        assert set(found) - set(fast) <= slow and len(fast) > len(found) // 2
+        slow = {"bfloat16", "another byte order", "structured", "texts", "dates", "shifted", "F", "D", "G"}
+        assert set(found) - set(fast) == slow & set(found)
         for name in fast:
             for other in fast:
                 a, b = found[name], found[other]
@@ -675,12 +675,11 @@ def test_what_a_mode_makes_of_results(counts):
     with torch.no_grad():
         for _ in range(3):
             want = sl.attention(q, k, v)
-            by_python(outcome)
         for name, make in made.items():
             mode = Making()
             mode.make = make
             with mode:
-                got, plain = outcome(), by_python(outcome)
+                got, plain = outcome(), by_python(lambda: [outcome() for _ in range(3)])[2]
             assert type(got) is type(plain), name
             if isinstance(got, tuple):
                 assert got == plain, name
@@ -830,16 +829,11 @@ def test_memory_of_the_process_does_not_grow(counts):
     assert counts.ran > 3000
 
 
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("most", [1, 2] if FULL else [1])
 def test_kernels_that_are_unloaded_are_loaded_anew(counts, monkeypatch, most):
     """Calls of more kinds than kernels may be loaded, in turns."""
     torch.manual_seed(0)
-    calls = [
-        drawn(1, 1, 40),
-        drawn(1, 33, 33),
-        drawn(1, 1, 40, dtype=torch.float64),
-        drawn(1, 33, 33, dtype=torch.float64),
-    ]
+    calls = [drawn(1, 1, 40), drawn(1, 33, 33)]
     cache = sl.KVCache(layers=1, kv_heads=HEADS, head_dim=DIM, capacity=100)
     with torch.no_grad():
         wants = [by_python(lambda x=x: sl.attention(*x)) for x in calls]
@@ -847,8 +841,12 @@ def test_kernels_that_are_unloaded_are_loaded_anew(counts, monkeypatch, most):
             for x, want in zip(calls, wants, strict=True):
                 same(sl.attention(*x), want)
         monkeypatch.setattr(compiling, "MOST_LOADED", most)
-        for _ in range(4):
+        for _ in range(2):
             for x, want in zip(calls, wants, strict=True):
+                loaded = [weakref.ref(kernel) for kernel in compiling._loaded.values()]
+                compiling._make_room()
+                gc.collect()
+                assert all([kernel() is None for kernel in loaded])
                 for _ in range(3):
                     same(sl.attention(*x), want)
                 step = torch.randn(1, HEADS, 1, DIM)
@@ -857,8 +855,8 @@ def test_kernels_that_are_unloaded_are_loaded_anew(counts, monkeypatch, most):
                 same(got, sl.attention(step, *[torch.from_numpy(y(0)) for y in (cache.keys, cache.values)]))
                 assert cache.length(0) == length + 1
                 gc.collect()
-        assert len(compiling._loaded) <= most + 1
-    assert counts.ran >= 20
+        assert len(compiling._loaded) <= most
+    assert counts.ran >= 10
 
 
 def test_a_kernel_is_unloaded_while_it_runs(counts):

@@ -1,4 +1,4 @@
-"""Steps of caches that machine code repeats: the bits, lengths and errors of Python's way."""
+"""Steps of caches that machine code reads and runs: the bits, lengths and errors of Python's way."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from adapters.torch.test_torch_replay import by_python, known, same, used
+from adapters.torch.test_torch_read import by_python, counts, same
 from injection import interrupted, needs_places, places, spread
+from repeated import kept
 
 import speedlight as sl
+from speedlight.cpu.runtime.repeating import functions
 from speedlight.kv import running
 from speedlight.problem.windows import SPARE
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
-__all__ = ["known"]
+__all__ = ["counts"]
 DIM = 32
 SEEN = np.arange(3000) > np.array([[0], [7]])
 
@@ -62,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bits_and_lengths_are_those_of_pythons_way(known, name):
+def test_bits_and_lengths_are_those_of_pythons_way(counts, name):
     case = {"batch": 1, "new": 1, "dtype": "float32", "options": None, "read": False, "of": {}} | CASES[name]
     batch, kind = case["batch"], torch.bfloat16 if case["dtype"] == "bfloat16" else torch.float32
     past = tokens(batch, case["past"], dtype=kind)
@@ -73,9 +75,9 @@ def test_bits_and_lengths_are_those_of_pythons_way(known, name):
         given = case["new"], 4, kind, case["options"], case["read"]
         return steps(cache, batch, 12, *given), cache.lengths(1), cache.keys(1), cache.values(1)
 
-    before = used(known)
+    before = counts.ran
     got, want = run(), by_python(run)
-    assert used(known) - before >= 8
+    assert counts.ran - before >= 8
     for a, b in zip(got[0], want[0], strict=True):
         same(a, b)
     assert got[1] == want[1]
@@ -83,103 +85,115 @@ def test_bits_and_lengths_are_those_of_pythons_way(known, name):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def test_a_ring_knows_what_machine_code_wrote_over(known):
+def test_a_ring_knows_what_machine_code_wrote_over(counts):
     """Steps go round the ring: truncate() refuses a length whose next query would see what they wrote over."""
     cache, past = made(window=50, capacity=None), torch.ones(1, 2, 200, DIM)
     for layer in (0, 1):
         cache.append(layer, past, past)
-    before = used(known)
+    before = counts.ran
     steps(cache, 1, 300)
-    assert used(known) - before >= 290 and cache.lengths(1) == (500,)
+    assert counts.ran - before >= 290 and cache.lengths(1) == (500,)
     with pytest.raises(sl.ArgumentError, match="forgotten what token 150 would see"):
         cache.truncate(150)
     assert cache.lengths(1) == (500,)
 
 
-def test_sequences_of_different_lengths(known):
+def test_sequences_of_different_lengths(counts):
     def run():
         cache, past = made(3), torch.ones(3, 2, 40, DIM)
         cache.append(0, past, past, new_lengths=[40, 1, 17])
         cache.append(1, past, past, new_lengths=[3, 40, 0])
         return steps(cache, 3, 8), cache.lengths(0), cache.lengths(1)
 
-    before = used(known)
+    before = counts.ran
     got = run()
-    assert used(known) - before >= 5
+    assert counts.ran - before >= 5
     want = by_python(run)
     for a, b in zip(got[0], want[0], strict=True):
         same(a, b)
     assert got[1:] == want[1:] == ((40, 1, 17), (11, 48, 8))
 
 
-def test_caches_of_a_form_share_what_is_known(known):
+def test_caches_of_a_form_share_what_is_known(counts):
     first, second, third = made(), made(), made(capacity=2000)
     steps(first, 1, 6)
-    before, want = used(known), by_python(lambda: steps(made(), 1, 6))
+    before, want = counts.ran, by_python(lambda: steps(made(), 1, 6))
     for a, b in zip(steps(second, 1, 6), want, strict=True):
         same(a, b)
-    assert used(known) - before == 6 and first.length(1) == second.length(1) == 6
-    steps(third, 1, 2)  # of another form
-    assert used(known) - before == 6
+    assert counts.ran - before == 6 and first.length(1) == second.length(1) == 6
+    known = len(kept("step"))
+    steps(second, 1, 2)
+    assert len(kept("step")) == known
+    steps(third, 1, 2)  # of another layout
+    assert len(kept("step")) == known + 1
 
 
-def test_a_full_cache_is_as_it_was(known):
+def test_a_full_cache_is_as_it_was(counts):
     cache = made()
     past = tokens(1, 2990)
     cache.append(1, past, past)
     steps(cache, 1, 10)
     held = cache.keys(1)
-    before = used(known)
+    before = counts.ran
     with pytest.raises(sl.CacheFull, match="0 of 3,?000 are free"):
         steps(cache, 1, 1)
-    assert used(known) == before and cache.length(1) == 3000
+    assert counts.ran == before and cache.length(1) == 3000
     np.testing.assert_array_equal(cache.keys(1), held)
 
 
-def test_others_are_pythons(known):
+def test_others_are_pythons(counts):
     """Arguments that are not alike, a writer that is busy, a length that another writes meanwhile."""
     cache = made()
     steps(cache, 1, 6)
     q, k = tokens(1, 1, 4), tokens(1, 1)
-    before = used(known)
+    before = counts.ran
     with torch.no_grad():
         for arguments, error in (((q, k, k.double()), sl.ArgumentTypeError), ((q, k[:, :1], k), sl.ArgumentError),
                                  ((q, k.expand(2, -1, -1, -1), k), sl.ArgumentError)):  # fmt: skip
             with pytest.raises(error):
                 cache.attend(1, *arguments)
+        assert counts.ran == before and cache.length(1) == 6
         assert len(cache.attend(1, q, k, k, return_lse=True)) == 2
+        assert counts.ran == before + 1
         given = torch.empty_like(q)
         assert cache.attend(1, q, k, k, out=given) is given
         cache._claims.add(1)
         with pytest.raises(sl.CacheBusy):
             cache.attend(1, q, k, k)
         cache._claims.clear()
-    assert used(known) == before and cache.length(1) == 8
+    assert counts.ran == before + 1 and cache.length(1) == 8
     with torch.no_grad():
         cache.attend(1, q, k, k)
-    assert used(known) == before + 1 and cache.length(1) == 9
+    assert counts.ran == before + 2 and cache.length(1) == 9
 
 
-def test_interrupts_leave_a_cache_as_it_was(known, monkeypatch):
-    cache = made()
-    steps(cache, 1, 6)
-    call = known.call
+def test_interrupts_leave_a_cache_as_it_was(counts, monkeypatch):
+    """A signal that came while machine code ran is seen right after it."""
+    here, stops = functions(), []
+    run = here.run
 
     def interrupted(*arguments):
-        assert call(*arguments) is not None
-        raise KeyboardInterrupt
+        result = run(*arguments)
+        if stops and result is not None:
+            stops.clear()
+            raise KeyboardInterrupt
+        return result
 
-    monkeypatch.setattr(known, "call", interrupted)
+    monkeypatch.setattr(here, "run", interrupted)
+    cache = made()
+    steps(cache, 1, 6)
+    stops.append(1)
     with pytest.raises(KeyboardInterrupt):
         steps(cache, 1, 1)
-    monkeypatch.undo()
-    assert cache.length(1) == 6 and not cache._claims
+    assert cache.length(1) == 6 and not cache._claims and not stops
     want = by_python(lambda: steps(cache.copy(), 1, 3))
+    before = counts.ran
     for a, b in zip(steps(cache, 1, 3), want, strict=True):
         same(a, b)
+    assert counts.ran == before + 3
 
 
-def test_a_cache_is_not_kept_alive(known):
+def test_a_cache_is_not_kept_alive(counts):
     cache = made()
     steps(cache, 1, 6)
     gone = weakref.ref(cache)
@@ -188,20 +202,20 @@ def test_a_cache_is_not_kept_alive(known):
     assert gone() is None
 
 
-def test_sequences_without_tokens_are_read_as_by_python(known):
+def test_sequences_without_tokens_are_read_as_by_python(counts):
     cache, past, q = made(3), tokens(3, 4), tokens(3, 1, 4)
     with torch.no_grad():
         cache.append(1, past, past)
         for _ in range(4):
             cache.attend(1, q)
-        before = used(known)
+        before = counts.ran
         cache.truncate(0)
         cache.append(1, past, past, new_lengths=[4, 3, 0])
         out = cache.attend(1, q)
-    assert before >= 2 and used(known) == before and not out[2].any() and out[:2].any()
+    assert before >= 2 and counts.ran == before and not out[2].any() and out[:2].any()
 
 
-def test_what_others_append_meanwhile_stays(known, monkeypatch):
+def test_what_others_append_meanwhile_stays(counts, monkeypatch):
     cache, q = made(), tokens(1, 1, 4)
     mine, theirs = tokens(1, 1), tokens(1, 1)
     steps(cache, 1, 6)
@@ -220,7 +234,7 @@ def test_what_others_append_meanwhile_stays(known, monkeypatch):
 
 
 @needs_places
-def test_interrupts_leave_what_a_ring_promised(known):
+def test_interrupts_leave_what_a_ring_promised(counts):
     """A chunk of more tokens than are to spare writes over some that truncate() may bring back."""
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=DIM, window=50)
     chunks = [(tokens(1, 20, 4), tokens(1, 20), tokens(1, 20)) for _ in range(25)]
@@ -242,4 +256,3 @@ def test_interrupts_leave_what_a_ring_promised(known):
             want.truncate(oldest)
             again.truncate(oldest)
             np.testing.assert_array_equal(again.keys(0), want.keys(0))
-    assert not used(known)
