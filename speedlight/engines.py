@@ -7,7 +7,9 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .arrays.array import describe, on_gpu
 from .arrays.memory import Array
+from .arrays.torch_tensors import is_tensor
 from .errors import ArgumentError, UnsupportedError, how_to_install, shown
 from .host.forks import importing
 from .host.machine import interpreting
@@ -57,6 +59,15 @@ def gpu(name: str = "q", way: str = "arrays on the CPU") -> GpuEngine:
 def by_name(device: Any) -> Engine:
     """Returns the engine of a device that a caller named."""
     return of("cpu") if device_name(device) == "cpu" else gpu("device", "device='cpu'")
+
+
+def runs_on_gpu(q: Any, engine: Any) -> bool:
+    """Returns whether a GPU's engine takes the call; raises for an `engine` that q cannot have."""
+    there = on_gpu(q)
+    if engine is None or (type(engine) is str and engine == ("cuda" if there else "cpu")):
+        return there
+    at = describe(q.detach() if is_tensor(q) else q, "q", gpu=True)  # the interpreter's, or an error
+    return is_on_gpu(engine, at)
 
 
 def is_on_gpu(engine: Any, q: Array) -> bool:

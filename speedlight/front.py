@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from .arrays.torch_tensors import is_followed, is_tensor
+from . import engines
+from .arrays.torch_tensors import cast
 from .calls import dense
-from .errors import UnsupportedError
 from .host.forks import importing
 from .problem.checks import check_flag
-from .problem.gradients import Followed, followed
 from .problem.options import (
     AnyArray,
     ArrayCall,
@@ -168,10 +167,7 @@ def attention(
         precision=precision,
     )
     torch = None if type(q) is np.ndarray else sys.modules.get("torch")
-    if torch is not None and torch._C._is_any_autocast_enabled() and is_tensor(q):
-        with importing:
-            from .autograd.attending import cast
-
+    if torch is not None and torch._C._is_any_autocast_enabled():
         q, k, v = cast(q, k, v)
     return compute(q, k, v, options, return_lse, out, engine)
 
@@ -183,44 +179,18 @@ def compute(
 
     Repeats a prepared call; a new one goes to autograd, if that records it, or to the engine.
     """
-    key = results = None
-    if engine is None or not dense.runs_on_gpu(q, engine):
+    key = None
+    if engine is None or (type(engine) is str and engine == "cpu"):
         key, results = dense.repeat(q, k, v, options, return_lse, out)
-    if results is not None:
-        return results
-    if key is None and out is None and is_tensor(q):
-        results = _repeat_followed(q, k, v, options, return_lse)
         if results is not None:
             return results
-    on_gpu = dense.runs_on_gpu(q, engine)
+    on_gpu = engines.runs_on_gpu(q, engine)
     check_flag("return_lse", return_lse)
-    options = options.spelled()
-    if on_gpu or (key is None and is_tensor(q)):
-        known = followed(options)
-        if known or any([is_tensor(x) and is_followed(x) for x in (q, k, v)]):
-            return _differentiate(q, k, v, known, return_lse, out)
-        options = known.options
-    return dense.attend_anew(q, k, v, options, return_lse, out, key, on_gpu)
+    if key is None and "torch" in sys.modules and not isinstance(q, np.ndarray):
+        with importing:
+            from .autograd.attending import attend_recorded
 
-
-def _repeat_followed(q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:
-    """Repeats a prepared call of tensors that autograd records; returns None if no such call was prepared."""
-    if type(return_lse) is not bool or not sys.modules["torch"].is_grad_enabled():
-        return None
-    with importing:
-        from .autograd import attending
-
-    return attending.repeat(q, k, v, options, return_lse)
-
-
-def _differentiate(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:
-    """Attends where autograd records the call."""
-    if out is not None:
-        raise UnsupportedError(
-            "out: expected None where autograd follows the call (a tensor requires grad or has a tangent); got an "
-            "array. Leave it out, or call under torch.no_grad()."
-        )
-    with importing:
-        from .autograd.attending import attended
-
-    return attended(q, k, v, known, return_lse)
+        results, options = attend_recorded(q, k, v, options, return_lse, out)
+        if results is not None:
+            return results
+    return dense.attend_anew(q, k, v, options.spelled(), return_lse, out, key, on_gpu)

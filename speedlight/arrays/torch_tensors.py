@@ -87,6 +87,34 @@ def is_traced(x: Any) -> bool:
     return TORCH.is_functorch_wrapped_tensor(x)
 
 
+def cast(*tensors: Any) -> Any:
+    """Casts tensors as autocast says, all but float64, as PyTorch's own attention does.
+
+    Autocast casts what autograd could follow. Caches and pages keep their dtype.
+    """
+    torch = sys.modules["torch"]
+    device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if is_tensor(x) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Returns whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
+    torch = sys.modules["torch"]
+    plain = torch.Tensor, torch.nn.Parameter
+    for x in tensors:
+        if type(x) not in plain and is_tensor(x) and is_traced(x):
+            return False
+    return (
+        TORCH.len_torch_dispatch_stack() == 0
+        and TORCH.get_tracing_state() is None
+        and TORCH.peek_interpreter_stack() is None
+        and TORCH.forward_ad._current_level < 0
+    )
+
+
 def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
     """Raises unless a tensor's numbers lie in memory as its sizes and strides say, and, unless `followed`, nobody
     differentiates it.

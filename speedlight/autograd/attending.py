@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..arrays.array import listed
-from ..arrays.torch_tensors import in_grad_mode, is_tensor, is_traced
+from ..arrays.torch_tensors import in_grad_mode, is_followed, is_plain, is_tensor, is_traced
 from ..calls import dense
 from ..calls.backward import gradients_of
 from ..calls.backward import repeat as repeat_gradients
@@ -19,7 +19,7 @@ from ..expressions.tables import Table
 from ..host.insides import TORCH
 from ..problem.biases import array_of
 from ..problem.checks import seed_of
-from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, resolved, settled, state_of
+from ..problem.gradients import SINKS, Followed, check_one_dtype, check_unwritten, followed, resolved, settled, state_of
 from ..problem.options import Options
 from . import higher_order as further
 from . import operators as ops
@@ -30,48 +30,39 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OR_NONE = frozenset((type(None), *_PLAIN))
 
 
-def cast(*tensors: Any) -> Any:
-    """Casts all but float64 under autocast, as PyTorch's own attention does: of every call that autograd could follow,
-    followed or not; what is kept (caches, pages) has its dtype.
+def attend_recorded(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any = None) -> tuple[Any, Options]:
+    """Attends where autograd records the call; returns the results, or None if nothing of it requires grad.
+
+    Also returns the options, whose functions are traced then.
     """
-    device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if is_tensor(x) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
-
-
-def is_plain(*tensors: Any) -> bool:
-    """Returns whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
-    for x in tensors:
-        if type(x) not in _PLAIN and is_tensor(x) and is_traced(x):
-            return False
-    return (
-        TORCH.len_torch_dispatch_stack() == 0
-        and TORCH.get_tracing_state() is None
-        and TORCH.peek_interpreter_stack() is None
-        and TORCH.forward_ad._current_level < 0
-    )
-
-
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed, return_lse: bool) -> Any:
-    """Returns the results of a call that autograd records: a tensor of it requires grad."""
-    if not is_tensor(q):
+    if out is None and torch.is_grad_enabled():
+        results = _repeat(q, k, v, options, return_lse)
+        if results is not None:
+            return results, options
+    known = followed(options.spelled())
+    if not known and not any([isinstance(x, torch.Tensor) and is_followed(x) for x in (q, k, v)]):
+        return None, known.options
+    if out is not None:
+        raise UnsupportedError(
+            "out: expected None where autograd follows the call (a tensor requires grad or has a tangent); got an "
+            "array. Leave it out, or call under torch.no_grad()."
+        )
+    if not isinstance(q, torch.Tensor):
         raise ArgumentTypeError(
             f"q: expected a PyTorch tensor, as k, v or a table that requires grad is one; got {type(q).__name__}. Use "
             "torch.from_numpy(q), or call under torch.no_grad()."
         )
     if not is_plain(q, k, v):
-        return attend_as_operation(q, k, v, known.options, return_lse)
+        return attend_as_operation(q, k, v, known.options, return_lse), options
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
     check_one_dtype(dtypes[0], dtypes[1])
     known, read = settled(known)
     results = _attend_unrecorded(q, k, v, known.unfollowed)
     out, lse = _Attention.apply(known, read, results, q, k, v, known.sinks, *(x.origin for x in known.tables))
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse else out, options
 
 
-def repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, return_lse: bool) -> Any:
+def _repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, return_lse: bool) -> Any:
     """Repeats a prepared call whose inputs require grad. Returns None if no such call was prepared.
 
     No option may change, and nothing but q, k, v and a score that is added is followed.

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from ..arrays.making import order_of
 from ..calls.backward import gradients_of
 from ..calls.dense import attend
 from ..problem.gradients import SINKS as SINK_LOGITS
 from ..problem.gradients import check_one_dtype
 from ..problem.options import MOST_SEEDS, Grads
 from ..problem.problem import LAYOUTS
-from ..problem.results import order_of
 from . import higher_order as further
 from .forms import layout_of, options_of
 

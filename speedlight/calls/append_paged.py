@@ -10,6 +10,7 @@ import numpy as np
 from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import conversion
+from ..arrays.making import tell_written
 from ..arrays.memory import Array, overlap, overlaps_itself
 from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
@@ -17,7 +18,6 @@ from ..problem.block_tables import block_table_of, check_pages, page_lengths, pa
 from ..problem.checks import check_layout, check_pages_left, new_counts, packed_counts
 from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, our_layout
 from ..problem.problem import LAYOUTS
-from ..problem.results import tell_written
 from ..problem.signatures import public
 
 

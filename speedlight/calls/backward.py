@@ -11,6 +11,7 @@ import numpy as np
 from .. import engines
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
+from ..arrays.making import empty_like, fresh, like_input
 from ..arrays.memory import Array
 from ..problem.biases import array_of, arrays_of, with_own_tables
 from ..problem.build import from_arrays
@@ -19,9 +20,7 @@ from ..problem.operands import Operands
 from ..problem.option_keys import key_of_repeated
 from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, Options, T, V, scores_of
 from ..problem.prepared import CallKey, array_places, prepared_calls
-from ..problem.results import empty_like, fresh, like_input
 from ..problem.signatures import public
-from .dense import runs_on_gpu
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,7 +90,7 @@ def attention_backward(
     ((1, 2, 3, 4), 1.0)
     """
     given = Options.of(attention_backward, options)
-    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given, runs_on_gpu(q, engine))
+    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given, engines.runs_on_gpu(q, engine))
 
 
 def _gradients(
@@ -99,7 +98,7 @@ def _gradients(
     on_gpu: bool | None = None,
 ) -> Any:  # fmt: skip
     """Computes the gradients of a call, with its options in one; on_gpu None: where q lies."""
-    on_gpu = runs_on_gpu(q, None) if on_gpu is None else on_gpu
+    on_gpu = engines.runs_on_gpu(q, None) if on_gpu is None else on_gpu
     tensors = q, k, v, out, lse, resolved(d_out), resolved(d_lse)
     key = results = None
     if not on_gpu and are_named(grads):

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from .. import engines
-from ..arrays.array import describe, on_gpu
+from ..arrays.array import describe
 from ..arrays.memory import Array
-from ..arrays.torch_tensors import is_tensor
 from ..errors import Error
 from ..errors.advice import warn_if_swapped
 from ..problem.build import from_arrays
@@ -19,15 +18,6 @@ from ..problem.options import Options
 from ..problem.prepared import CallKey, Prepared, addresses_in, is_growing, new_key, prepared_calls
 from ..problem.problem import LAYOUTS, SPAN, spans_of
 from ..problem.results import results_for
-
-
-def runs_on_gpu(q: Any, engine: Any) -> bool:
-    """Returns whether a GPU's engine takes the call; raises for an `engine` that q cannot have."""
-    there = on_gpu(q)
-    if engine is None or (type(engine) is str and engine == ("cuda" if there else "cpu")):
-        return there
-    at = describe(q.detach() if is_tensor(q) else q, "q", gpu=True)  # the interpreter's, or an error
-    return engines.is_on_gpu(engine, at)
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any = None, gpu: bool = False) -> Any:

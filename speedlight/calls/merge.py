@@ -8,12 +8,12 @@ from typing import Any, overload
 
 from .. import engines
 from ..arrays.array import check_array, check_out, describe, on_gpu
+from ..arrays.making import like_input
 from ..arrays.memory import overlap
 from ..arrays.torch_tensors import converted, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from ..problem.checks import check_flag, states_of
 from ..problem.options import AnyArray, ArrayOf, T, V
-from ..problem.results import like_input
 from ..problem.signatures import public
 
 

@@ -12,8 +12,7 @@ from .. import engines
 from ..arrays.array import describe, on_gpu
 from ..arrays.layouts import batch_of, check_beside, check_dimensions, check_together
 from ..arrays.memory import Array
-from ..arrays.torch_tensors import in_grad_mode, is_tensor
-from ..autograd.attending import cast
+from ..arrays.torch_tensors import cast, in_grad_mode, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from ..problem.build import from_arrays
 from ..problem.checks import check_flag, check_layout

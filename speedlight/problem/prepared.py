@@ -20,13 +20,13 @@ import numpy as np
 from ..arrays import torch_tensors
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
+from ..arrays.making import deliver, fresh
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import has_bytes
 from ..host.insides import TORCH
 from ..host.memo import Memo
 from ..host.shortcuts import address_of, count_write
 from .problem import spans_of
-from .results import deliver, fresh
 
 _Ints = Sequence[int] | None
 DIMS = 4  # dimensions of an array of a prepared call, at most

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ..arrays.integers import integer
-from ..arrays.torch_tensors import is_tensor, is_traced
-from ..autograd.attending import attend_as_operation, cast, is_plain
+from ..arrays.torch_tensors import cast, is_plain, is_tensor, is_traced
+from ..autograd.attending import attend_as_operation
 from ..autograd.graphs import in_graph
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from .. import ArgumentError
 from ..adapting import check_flag
-from ..autograd.attending import is_plain
+from ..arrays.torch_tensors import is_plain
 from ..front import compute
 from ..host.insides import TORCH
 from ..problem.options import new_options

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.dtypes import STORAGE_BYTES
+from ...arrays.making import empty_like
 from ...arrays.memory import Array
 from ...expressions.program import Program
 from ...host.machine import Isa, current_isa, number_bytes
@@ -19,7 +20,6 @@ from ...problem.gradients import SINKS, Asked
 from ...problem.operands import Operands, Strides, step_of_items, stride_of
 from ...problem.plan import Plan, Run, pair_flops, plan_of
 from ...problem.problem import FAR_LSE, LAYOUTS, QUERY_BLOCK, Problem
-from ...problem.results import empty_like
 from ..memory.operands import steps
 from ..memory.records import BACKWARD, GRADIENTS, TABLES, GradientItem
 from ..memory.shape import Kind, Shape

@@ -22,7 +22,7 @@ from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
 from ...problem.prepared import array_places
 from ...problem.problem import LAYOUTS, TILE, Problem
-from ...problem.results import ResultForm
+from ...problem.results import ResultLayout
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
@@ -48,7 +48,7 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
     how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
-    form = ResultForm.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
+    form = ResultLayout.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
     call = Call(problem, how, words, items, form, cached=isinstance(keys, Paged) and keys.pages.lanes)
     call.machine = threads, isa.name
     return call
@@ -101,7 +101,7 @@ class Call:
     """
 
     def __init__(
-        self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultForm, *,
+        self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout, *,
         cached: bool,
     ) -> None:  # fmt: skip
         """form: of its results. cached: keys and values lie as in a cache."""

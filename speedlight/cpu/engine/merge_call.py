@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from ...arrays.dtypes import DTYPES, STORAGE_BYTES
+from ...arrays.making import empty_like
 from ...arrays.memory import Array
 from ...host.machine import current_isa
-from ...problem.results import empty_like
 from ..kernels import merge as kernels
 from ..runtime.launch import Launch, threads_for
 from ..runtime.tuned import tuning_of

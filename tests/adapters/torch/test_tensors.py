@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
 from speedlight.arrays import torch_tensors
+from speedlight.arrays.making import fresh
 from speedlight.cpu.engine.forward_call import Call
-from speedlight.problem.results import fresh
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # engines' tests have the other kernels
 
