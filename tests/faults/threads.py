@@ -198,7 +198,7 @@ MUTATIONS = (
         "cpu/runtime/workers.py",
         "if time.monotonic() >= known.until or _threads != known.asked or wanted",
         "if time.monotonic() >= known.until or wanted",
-        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+        "tests/adapters/torch/test_torch_read.py -k many_threads_as_now",
     ),
     Mutation(
         "a call is repeated on the vector unit that was named before",

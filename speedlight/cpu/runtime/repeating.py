@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from ..kernels.repeat import PYTHON, RepeatShape
 from ..memory.records import READER, REPEAT, TABLED, WRONG
 from . import workers
 from .compile import lock, objects_of, symbol_of
-
-if TYPE_CHECKING:
-    from ..engine.forward_call import Call
 
 _FASTCALL = 0x80  # METH_FASTCALL
 _EXCHANGE = b"dlpack_exchange_api"
@@ -174,7 +171,7 @@ class _NotRepeated:
 NOT_REPEATED = _NotRepeated()
 
 
-def record_of(call: Call) -> Record | None:
+def record_of(call: Any) -> Record | None:
     """Returns a call as machine code runs it; None for a long one, between whose regions Python sees signals."""
     launch, put = call.launch, call.put
     if functions().run is None or launch.seconds >= launch.region_seconds or not launch.tickets:

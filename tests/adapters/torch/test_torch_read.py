@@ -30,7 +30,7 @@ from speedlight import engines
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.cpu.runtime import repeating, workers
 from speedlight.host.insides import TORCH
-from speedlight.problem.prepared import array_places, prepared_calls, read_plainly
+from speedlight.problem.prepared import Prepared, array_places, prepared_calls, read_plainly
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
@@ -872,19 +872,42 @@ def test_a_kernel_is_unloaded_while_it_runs(counts):
                 forget()
                 compiling._loaded.clear()
                 gc.collect()
-                found.append(1)
+                found.append(kernel() is not None)
             return function(*args, **(kwargs or {}))
 
     with torch.no_grad():
         for _ in range(3):
             want = sl.attention(q, k, v)
+        kernel = weakref.ref(kept()[-1].call.launch.kernel)
         with Dropping():
             same(sl.attention(q, k, v), want)
+        assert found == [True] and kernel() is None
         same(sl.attention(q, k, v), want)
-    assert found
 
 
 # --- threads and processes
+
+
+def test_a_call_runs_on_as_many_threads_as_now(counts, monkeypatch):
+    monkeypatch.setattr(workers, "_limit", lambda: 8)
+    q, k, v = drawn(2, 33, 33)
+    try:
+        with torch.no_grad():
+            for threads in (2, 1, 3, 2):
+                sl.set_threads(threads)
+                found = []
+                with monkeypatch.context() as patch:
+                    patch.setattr(Prepared, "run", recorded(Prepared.run, found))
+                    for _ in range(3):
+                        same(sl.attention(q, k, v), by_python(lambda: sl.attention(q, k, v)))
+                assert len(found) >= 2 and {x.call.machine[0] for x in found} == {threads}
+    finally:
+        sl.set_threads(None)
+
+
+def recorded(run, found):
+    """Returns a method that notes whose it is."""
+    return lambda self, *given, **more: (found.append(self), run(self, *given, **more))[1]
 
 
 def test_a_region_of_another_thread(counts):
