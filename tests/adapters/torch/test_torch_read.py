@@ -442,6 +442,19 @@ def test_tensors_that_lie_otherwise(counts, queries):
     assert counts.ran >= 60
 
 
+@pytest.mark.parametrize("by", ["machine code", "Python"])
+def test_heads_inside_of_a_row_have_a_call_of_their_own(counts, by):
+    """Tasks take several heads of a row together; how far rows lie apart is no matter."""
+    q, k, v = drawn(2, 1, 40)
+    beside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    wider = [torch.cat([x, x], 1)[:, :HEADS] for x in (k, v)]
+    with torch.no_grad(), read_by_python() if by == "Python" else contextlib.nullcontext():
+        for number, given in ((1, (k, v)), (1, wider), (2, beside), (2, (k, v))):
+            for _ in range(2):
+                sl.attention(q, *given)
+            assert len(kept()) == number
+
+
 def with_hidden(name):
     """Ways to call with the arguments of a prepared call that are not plain, and must be Python's."""
     jvp = torch.autograd.forward_ad
