@@ -173,6 +173,13 @@ MUTATIONS = (
         "tests/adapters/torch/test_torch_read.py -k something_is_missing",
     ),
     Mutation(
+        "what machine code reads by ends before its functions",
+        "cpu/runtime/repeating.py",
+        "for kept in (method, code, self._block, self._held):",
+        "for kept in (method, code):",
+        "tests/adapters/torch/test_torch_read.py -k somebody_still_has",
+    ),
+    Mutation(
         "machine code does not hold the kernel that it runs",
         "cpu/runtime/repeating.py",
         "    held: list[Any] = [kernel]\n",

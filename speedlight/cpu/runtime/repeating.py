@@ -62,9 +62,9 @@ class Functions:
         self.run, self.read = (self._function(name, code, block) for name in names)
 
     def _function(self, name: str, code: Any, block: Any) -> Any:
-        """Makes a function of Python's. Neither is unloaded: whoever has the function may call it."""
+        """Makes a function of Python's. It, and what it reads, stay: whoever has the function may call it."""
         method = _Method(name.encode(), code[name], _FASTCALL, None)
-        for kept in (method, code):
+        for kept in (method, code, self._block, self._held):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         return _call("PyCFunction_NewEx", ctypes.py_object, ctypes.addressof(method), ctypes.py_object(block), None)
 

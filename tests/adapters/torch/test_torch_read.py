@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import speedlight as sl
 import speedlight.torch
 from speedlight import engines
+from speedlight.cpu.memory.records import READER
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.cpu.runtime import repeating, workers
 from speedlight.host.insides import TORCH
@@ -1089,6 +1090,18 @@ def test_an_interrupt_of_the_first_read_leaves_later_ones_fast(anew):
             assert here.run is not None
             assert type(here.read(0, q)[0]) is bytes, f"read by Python after an interrupt at {n} of {len(found)}"
             assert kept()[-1].call.record.address
+
+
+def test_a_function_that_somebody_still_has_may_be_called(anew):
+    """As while the interpreter ends, when modules are gone."""
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        read = repeating.functions().read
+        want = read(0, x), read(0, x.numpy())
+        anew()
+        gc.collect()
+        others = [(ctypes.c_int64 * len(READER.names))(*[1] * len(READER.names)) for _ in range(1000)]
+        assert (read(0, x), read(0, x.numpy())) == want and len(others) == 1000
 
 
 # --- without any of it
