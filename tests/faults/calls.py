@@ -201,14 +201,14 @@ MUTATIONS = (
         "problem/prepared.py",
         "return (spans_of(keys), inside, arrays[0], *whole, *masks)",
         "return (spans_of(keys), arrays[0], *whole, *masks)",
-        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+        "tests/adapters/torch/test_torch_read.py -k heads_inside",
     ),
     Mutation(
         "machine code takes heads inside of a row for heads apart",
         "cpu/kernels/repeat.py",
         "k.store(spans.get() * 2 + inside, layout)",
         "k.store(spans.get() * 2, layout)",
-        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+        "tests/adapters/torch/test_torch_read.py -k heads_inside",
     ),
     Mutation(
         "a call into the caller's own array is known without what that is",

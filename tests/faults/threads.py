@@ -173,6 +173,13 @@ MUTATIONS = (
         "tests/adapters/torch/test_torch_read.py -k something_is_missing",
     ),
     Mutation(
+        "what machine code reads by ends before its functions",
+        "cpu/runtime/repeating.py",
+        "for kept in (method, code, self._block, self._held):",
+        "for kept in (method, code):",
+        "tests/adapters/torch/test_torch_read.py -k somebody_still_has",
+    ),
+    Mutation(
         "machine code does not hold the kernel that it runs",
         "cpu/runtime/repeating.py",
         "    held: list[Any] = [kernel]\n",
@@ -198,7 +205,7 @@ MUTATIONS = (
         "cpu/runtime/workers.py",
         "if time.monotonic() >= known.until or _threads != known.asked or wanted",
         "if time.monotonic() >= known.until or wanted",
-        "tests/arguments/test_memos.py -k 'differ_in_one_thing and arrays'",
+        "tests/adapters/torch/test_torch_read.py -k many_threads_as_now",
     ),
     Mutation(
         "a call is repeated on the vector unit that was named before",

@@ -663,6 +663,9 @@ def grown(base: Case) -> Iterator[tuple[Case, Case]]:
     and beside numbers that are its first row's position, 5.
     """
     wide = {name: base[name].sized(2, 12) for name in ("k", "v")}
+    inside = {name: replace(base[name], steps=(288, 16, 32, 1)) for name in ("k", "v")}  # heads, of a token's row
+    yield {}, inside
+    yield {"q": base["q"].sized(2, 1)}, {"q": base["q"].sized(2, 1)} | inside
     others = {"window": (5, 0)}, {"causal": True}, {"mask": sl.window(5, 5)}, {"score": sl.softcap(0.5)}
     for rows, name, beside in itertools.product((4, 1), ("mask", "score"), ({}, *others)):
         if name not in beside:

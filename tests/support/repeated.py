@@ -63,7 +63,7 @@ def counted() -> Iterator[Counts]:
 
     def run(*given: Any) -> Any:
         result = machine_run(*given)
-        counts.ran += result is not None
+        counts.ran += result is not None and result is not False
         return result
 
     forget()

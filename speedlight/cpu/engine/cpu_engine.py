@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...arrays.memory import Array
+from ...expressions.tree import lazily
 from ...host.forks import importing
 from ...host.machine import current_isa
 from ...problem.block_tables import page_lists
@@ -65,7 +65,7 @@ class CpuEngine(Engine):
 
         return merge_call.merge(outs, lses)
 
-    @functools.cached_property
+    @lazily
     def read(self) -> Callable[..., tuple[Any, bytes] | None]:
         """Function that says what arrays are, and where they lie (problem/prepared.py)."""
         with importing:

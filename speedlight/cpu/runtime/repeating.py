@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from ..kernels.repeat import PYTHON, RepeatShape
 from ..memory.records import READER, REPEAT, TABLED, WRONG
 from . import workers
 from .compile import lock, objects_of, symbol_of
-
-if TYPE_CHECKING:
-    from ..engine.forward_call import Call
 
 _FASTCALL = 0x80  # METH_FASTCALL
 _EXCHANGE = b"dlpack_exchange_api"
@@ -67,9 +64,9 @@ class Functions:
         self.run, self.read = (self._function(name, code, block) for name in names)
 
     def _function(self, name: str, code: Any, block: Any) -> Any:
-        """Makes a function of Python's. Neither is unloaded: whoever has the function may call it."""
+        """Makes a function of Python's. It, and what it reads, stay: whoever has the function may call it."""
         method = _Method(name.encode(), code[name], _FASTCALL, None)
-        for kept in (method, code):
+        for kept in (method, code, self._block, self._held):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         return _call("PyCFunction_NewEx", ctypes.py_object, ctypes.addressof(method), ctypes.py_object(block), None)
 
@@ -178,7 +175,7 @@ class _NotRepeated:
 NOT_REPEATED = _NotRepeated()
 
 
-def record_of(call: Call) -> Record | None:
+def record_of(call: Any) -> Record | None:
     """Returns a call as machine code runs it; None for a long one, between whose regions Python sees signals."""
     launch, put = call.launch, call.put
     if functions().run is None or launch.seconds >= launch.region_seconds or not launch.tickets:

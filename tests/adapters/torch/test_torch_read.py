@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import speedlight as sl
 import speedlight.torch
 from speedlight import engines
+from speedlight.cpu.memory.records import READER
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.cpu.runtime import repeating, workers
 from speedlight.host.insides import TORCH
-from speedlight.problem.prepared import array_places, prepared_calls, read_plainly
+from speedlight.problem.prepared import Prepared, array_places, prepared_calls, read_plainly
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
@@ -440,6 +441,19 @@ def test_tensors_that_lie_otherwise(counts, queries):
                 for _ in range(3):
                     same(attend(*other), want)
     assert counts.ran >= 60
+
+
+@pytest.mark.parametrize("by", ["machine code", "Python"])
+def test_heads_inside_of_a_row_have_a_call_of_their_own(counts, by):
+    """Tasks take several heads of a row together; how far rows lie apart is no matter."""
+    q, k, v = drawn(2, 1, 40)
+    beside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    wider = [torch.cat([x, x], 1)[:, :HEADS] for x in (k, v)]
+    with torch.no_grad(), read_by_python() if by == "Python" else contextlib.nullcontext():
+        for number, given in ((1, (k, v)), (1, wider), (2, beside), (2, (k, v))):
+            for _ in range(2):
+                sl.attention(q, *given)
+            assert len(kept()) == number
 
 
 def with_hidden(name):
@@ -872,19 +886,42 @@ def test_a_kernel_is_unloaded_while_it_runs(counts):
                 forget()
                 compiling._loaded.clear()
                 gc.collect()
-                found.append(1)
+                found.append(kernel() is not None)
             return function(*args, **(kwargs or {}))
 
     with torch.no_grad():
         for _ in range(3):
             want = sl.attention(q, k, v)
+        kernel = weakref.ref(kept()[-1].call.launch.kernel)
         with Dropping():
             same(sl.attention(q, k, v), want)
+        assert found == [True] and kernel() is None
         same(sl.attention(q, k, v), want)
-    assert found
 
 
 # --- threads and processes
+
+
+def test_a_call_runs_on_as_many_threads_as_now(counts, monkeypatch):
+    monkeypatch.setattr(workers, "_limit", lambda: 8)
+    q, k, v = drawn(2, 33, 33)
+    try:
+        with torch.no_grad():
+            for threads in (2, 1, 3, 2):
+                sl.set_threads(threads)
+                found = []
+                with monkeypatch.context() as patch:
+                    patch.setattr(Prepared, "run", recorded(Prepared.run, found))
+                    for _ in range(3):
+                        same(sl.attention(q, k, v), by_python(lambda: sl.attention(q, k, v)))
+                assert len(found) >= 2 and {x.call.machine[0] for x in found} == {threads}
+    finally:
+        sl.set_threads(None)
+
+
+def recorded(run, found):
+    """Returns a method that notes whose it is."""
+    return lambda self, *given, **more: (found.append(self), run(self, *given, **more))[1]
 
 
 def test_a_region_of_another_thread(counts):
@@ -1053,6 +1090,18 @@ def test_an_interrupt_of_the_first_read_leaves_later_ones_fast(anew):
             assert here.run is not None
             assert type(here.read(0, q)[0]) is bytes, f"read by Python after an interrupt at {n} of {len(found)}"
             assert kept()[-1].call.record.address
+
+
+def test_a_function_that_somebody_still_has_may_be_called(anew):
+    """As while the interpreter ends, when modules are gone."""
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        read = repeating.functions().read
+        want = read(0, x), read(0, x.numpy())
+        anew()
+        gc.collect()
+        others = [(ctypes.c_int64 * len(READER.names))(*[1] * len(READER.names)) for _ in range(1000)]
+        assert (read(0, x), read(0, x.numpy())) == want and len(others) == 1000
 
 
 # --- without any of it

@@ -81,7 +81,7 @@ def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, m
         cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
         held = cache.keys(0).tobytes()
         with monkeypatch.context() as patch:
-            patch.setattr(*((Prepared, "attend") if n <= 256 else (Results, "returned")), fail)
+            patch.setattr(*((Prepared, "run") if n <= 256 else (Results, "returned")), fail)
             with pytest.raises(Broken):
                 cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
         assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)
