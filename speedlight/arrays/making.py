@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..host.insides import TORCH
 from ..host.shortcuts import address_of, count_write
 from .array import describe
@@ -50,20 +50,27 @@ def fresh(
         new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
         return new, address_of(new)
     torch: Any = sys.modules["torch"]
+    dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
     try:
         new = torch.empty_like(q) if alike else None  # in half the time
     except AssertionError:  # FakeTensorMode, of tensors that are none
         new = None
     if new is None:
-        dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
         if strides is None:
             new = torch.empty(shape, dtype=dtype, device="cpu")
         else:
             new = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    if type(new) is torch.Tensor and ((address := new.data_ptr()) or 0 in shape):
-        return new, address
+    wanted = q.stride() if alike else strides
+    is_asked_for = tuple(new.shape) == tuple(shape) and new.dtype is dtype
+    if type(new) is torch.Tensor and is_asked_for and (new.stride() == wanted if wanted else new.is_contiguous()):
+        address = new.data_ptr()
+        if address or 0 in shape:
+            return new, address
     check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
-    return new, new.data_ptr()
+    raise UnsupportedError(
+        f"out: expected new tensors of shape {tuple(shape)}; a mode of PyTorch's made one of {tuple(new.shape)}. Call "
+        "outside of it."
+    )
 
 
 def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Array, ...]) -> None:
