@@ -486,10 +486,13 @@ def _lies_as(method: _Method, tensor: Value) -> Value:
     places = method.call("PyBytes_AsString", PTR, method.argument(1))
     dims, bits = k.zext(k.load(I32, tensor, 16), I64), k.zext(k.load(I8, tensor, 21), I64)
     good = k.variable(k.zext((dims <= DIMS) & k.load(I32, tensor, 8).equals(_CPU), I64))
-    with k.when(good.get().differs(0)), k.range(0, dims) as d:
-        size, step = (k.load(I64, k.load(PTR, tensor, at), d * 8) for at in (24, 32))
-        wanted, stride = (k.load(I64, places, d * 8 + PLACE.offset(x)) for x in ("size0", "stride0"))
-        is_same = size.equals(wanted) & (size.equals(1) | (step * (bits >> 3)).equals(stride))
+    for d in range(DIMS):  # q has sizes of 0 where it lacks dimensions
+        size, step = k.variable(k.i64(0)), k.variable(k.i64(0))
+        with k.when((dims > d) & good.get().differs(0)):
+            size.set(k.load(I64, k.load(PTR, tensor, 24), 8 * d))
+            step.set(k.load(I64, k.load(PTR, tensor, 32), 8 * d))
+        wanted, stride = (k.load(I64, places, 8 * d + PLACE.offset(x)) for x in ("size0", "stride0"))
+        is_same = size.get().equals(wanted) & (wanted.equals(1) | (step.get() * (bits >> 3)).equals(stride))
         good.set(good.get() & k.zext(is_same, I64))
     return good.get()
 
