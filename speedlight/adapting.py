@@ -30,8 +30,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .arrays.dlpack import has
 from .arrays.dtypes import DTYPES
-from .errors import Error, UnsupportedError, has, not_installed, pass_on, rename, shown, warn_once
+from .errors import Error, UnsupportedError, not_installed, pass_on, rename, shown, warn_once
 from .errors.advice import of_no_tensor, of_scale
 from .expressions.tables import table
 from .expressions.tracing import Expression, expression

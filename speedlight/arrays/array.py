@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, pass_on, shown
-from .dlpack import dlpack_device, from_dlpack, has_dlpack
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, pass_on, shown
+from .dlpack import dlpack_device, from_dlpack, has, has_dlpack
 from .dtypes import DTYPES, check_dtype
 from .memory import Array
 from .torch_tensors import check_plain_tensor, from_torch, has_bytes, is_tensor

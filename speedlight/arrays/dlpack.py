@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ArgumentTypeError, UnsupportedError, has, how_to_install, pass_on, shown
+from ..errors import ArgumentTypeError, UnsupportedError, how_to_install, pass_on, shown
 from .dtypes import DTYPES, check_dtype
 from .memory import Array
 from .torch_tensors import from_torch
@@ -28,6 +28,21 @@ class _DLTensor(ctypes.Structure):
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
     )
+
+
+def has(x: Any, name: str, *attributes: str) -> bool:
+    """Returns whether an argument has these attributes; a class's own do not count. A property may raise anything."""
+    for attribute in () if isinstance(x, type) else attributes:
+        try:
+            found = hasattr(x, attribute)
+        except Exception as error:  # another library's code
+            pass_on(error)
+            raise ArgumentTypeError(
+                f"{name}: expected an array that can be read; {type(x).__name__}.{attribute} failed: {error}."
+            ) from error
+        if not found:
+            return False
+    return not isinstance(x, type)
 
 
 def has_dlpack(x: Any, name: str) -> bool:

@@ -57,7 +57,7 @@ def attend_recorded(q: Any, k: Any, v: Any, options: Options, return_lse: bool, 
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
     check_one_dtype(dtypes[0], dtypes[1])
     known, read = settled(known)
-    results = _attend_unrecorded(q, k, v, known.unfollowed)
+    results = _attend_unrecorded(q.detach(), _detach(k), _detach(v), _read_arrays(known.unfollowed), True)
     out, lse = _Attention.apply(known, read, results, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out, options
 
@@ -89,17 +89,13 @@ def _repeat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options,
     _, results = _repeat_unrecorded(a, b, c, options, True)
     if results is None:
         return None
-    known, read = Followed(options, None, tables), [(x, state_of(x)) for x in arrays]
+    known, read = Followed(options, None, tables), [(added, state_of(added)) for added in arrays]
     out, lse = _Attention.apply(known, read, results, q, k, v, None, *((score,) if has_bias else ()))
     return (out, lse) if return_lse else out
 
 
-@in_grad_mode(False)
-def _attend_unrecorded(q: torch.Tensor, k: Any, v: Any, options: Options) -> Any:
-    return dense.attend(q.detach(), _detach(k), _detach(v), _read_arrays(options), True)
-
-
 # views of three tensors would take longer
+_attend_unrecorded = in_grad_mode(False)(dense.attend)
 _repeat_unrecorded = in_grad_mode(False)(dense.repeat)
 
 

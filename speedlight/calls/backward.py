@@ -195,7 +195,7 @@ def _make_again(x: Array, like: Array) -> tuple[Any, Array]:
     """Makes an array like another for the gradient of x."""
     alike, size = (like.shape, like.strides) == (x.shape, x.strides), DTYPES[like.dtype][1]
     strides = None if alike or x.kind == "numpy" else tuple([step // size for step in like.strides])
-    new, address = fresh(x.owner, like.shape, alike=alike, strides=strides)
+    new, address = fresh(x.owner, like.shape, strides, alike=alike)
     return new, like.of(new, address)
 
 

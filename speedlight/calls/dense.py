@@ -62,7 +62,7 @@ def _repeat_into(
     if prepared is None:
         return key, None
     at = addresses_in(read[1])[0]
-    return key, prepared.run_into(out, q, places, at, return_lse=return_lse, seed=seed, arrays=arrays)
+    return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays, out=out, at=at)
 
 
 def attend_anew(

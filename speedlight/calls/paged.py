@@ -126,9 +126,8 @@ def _repeat(
     if len(lengths) != len(prepared.counts) or not prepared.fits(lengths):
         return key, None
     more: Any = {"return_lse": return_lse, "seed": options.seed_word(), "lengths": lengths, "lists": tables.addresses()}
-    if into is None:
-        return key, prepared.run(q, read[1], **more)
-    return key, prepared.run_into(out, q, read[1], addresses_in(into[1])[0], arrays=(), **more)
+    at = 0 if into is None else addresses_in(into[1])[0]
+    return key, prepared.run(q, read[1], out=out, at=at, **more)
 
 
 def _remember(key: CallKey, rows: Rows, keys: PagedKeys, options: Options, out: Array) -> None:

@@ -82,21 +82,6 @@ def pass_on(error: Exception, refusals: type[Exception] | tuple[type[Exception],
         raise error
 
 
-def has(x: Any, name: str, *attributes: str) -> bool:
-    """Returns whether an argument has these attributes; a class's own do not count. A property may raise anything."""
-    for attribute in () if isinstance(x, type) else attributes:
-        try:
-            found = hasattr(x, attribute)
-        except Exception as error:  # another library's code
-            pass_on(error)
-            raise ArgumentTypeError(
-                f"{name}: expected an array that can be read; {type(x).__name__}.{attribute} failed: {error}."
-            ) from error
-        if not found:
-            return False
-    return not isinstance(x, type)
-
-
 def of_a_handler(error: Exception) -> bool:
     """Returns whether a signal handler raised it: Python calls those with the frame that the signal interrupted."""
     interrupted, trace = None, error.__traceback__

@@ -12,8 +12,9 @@ import numpy as np
 
 from ..arrays import torch_tensors
 from ..arrays.array import is_masked
+from ..arrays.dlpack import has
 from ..arrays.torch_tensors import check_plain_tensor, has_tangent, in_grad_mode, is_tensor, is_traced, view_of
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, has, pass_on, shown
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, pass_on, shown
 from ..errors.advice import of_masks
 from ..host.graph_breaks import check_outside
 from ..host.insides import TORCH

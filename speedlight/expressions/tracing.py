@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, shown
+from ..arrays.dlpack import has
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from ..host.graph_breaks import check_outside
 from .bounds import Exact, visible
 from .captured import LIBRARIES, Tables, called

@@ -53,11 +53,3 @@ def setting(name: str) -> str:
 
 ENVIRONMENT: Any = getattr(os.environ, "_data", None)
 _encode = functools.cache(os.environ.encodekey)  # names are a few constants
-
-
-def count_write(tensor: Any) -> None:
-    """Raises a tensor's version, if it has one: what was saved of it for a backward pass is no more.
-
-    In 0.4 µs; torch.autograd.graph.increment_version() takes 0.9.
-    """
-    sys.modules["torch"]._C._increment_version((tensor,))

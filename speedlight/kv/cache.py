@@ -300,6 +300,7 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+            self._storage.lengths.check_capture({"q_lengths": q_lengths})
             return self._read(layer, query_of(self._storage, arrays, options, return_lse, out, q_lengths))
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, q_lengths)
         query = query_of(self._storage, arrays, options, return_lse, out, q_lengths)
@@ -308,7 +309,6 @@ class KVCache:
 
     def _read(self, layer: int, query: Query) -> Any:
         """Computes what queries see of the stored tokens."""
-        self._storage.lengths.check_capture({"q_lengths": query.lengths})
         lengths, written = self._now()[layer]
         piece = piece_of(query, lengths, lengths, written, self._ring)
         return attend_pieces(self._storage, layer, query, [piece], None, None)

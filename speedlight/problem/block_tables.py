@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array import is_masked, listed, short_list
+from ..arrays.dlpack import has
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import check_plain_tensor, has_bytes, is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, has, pass_on
+from ..errors import ArgumentError, ArgumentTypeError, pass_on
 from .checks import item_lengths
 
 _SHORT = 256  # bytes of a block table that is read number by number, if it has one row

@@ -20,12 +20,12 @@ import numpy as np
 from ..arrays import torch_tensors
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
-from ..arrays.making import deliver, fresh
+from ..arrays.making import count_write, deliver, fresh
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import has_bytes
 from ..host.insides import TORCH
 from ..host.memo import Memo
-from ..host.shortcuts import address_of, count_write
+from ..host.shortcuts import address_of
 from .problem import spans_of
 
 _Ints = Sequence[int] | None
@@ -190,9 +190,9 @@ class Prepared:
 
     def run(
         self, q: Any, places: bytes, *, return_lse: bool = False, seed: int = 0, lengths: _Ints = None,
-        lists: _Ints = None, store: tuple[int, int] = (0, 0), arrays: Sequence[Any] = (),
+        lists: _Ints = None, store: tuple[int, int] = (0, 0), arrays: Sequence[Any] = (), out: Any = None, at: int = 0,
     ) -> Any:  # fmt: skip
-        """Runs the call for other arrays; returns out, or (out, lse).
+        """Runs the call for other arrays; returns out, or (out, lse); None if `out` cannot be written to.
 
         Args:
             q: the queries, as the caller has them: results are of their kind.
@@ -202,31 +202,37 @@ class Prepared:
             lists: addresses of the numbers of each sequence's pages.
             store: addresses of a cache's keys and values; then k and v are new tokens, which go there first.
             arrays: of mask and score.
+            out: the caller's own array, which lies at `at`, if the call was prepared for one.
         """
         call = self.call
-        layout, record = call.result_layout, call.record
-        lse, lse_at = fresh(q, layout.lse_shape, logarithms=True) if return_lse else (None, 0)
-        # machine code makes a tensor like q itself
-        like = q if layout.alike and record is not None and type(q) is not np.ndarray else None
-        out, out_at = (None, 0) if like is not None else self._fresh(q)
-        done = None
-        if record is not None:
-            given = record.address, places, *store, like, out_at, lse_at, seed, lengths, lists
-            done = record.run(*given, 0)
-            if done is None and record.threads > 1:
-                done = record.run(*given, record.team(record.threads))
-        if done is None or done is False:  # a long call, another number of sequences, an index out of range
-            if like is not None:
-                out, out_at = self._fresh(q)
-            call.run_again(places, out_at, lse_at, seed, lengths, lists, store, arrays)
-        elif like is not None:
-            out = done
-        return (out, lse) if return_lse else out
+        record = call.record
+        is_alike = call.result_layout.alike and type(q) is not np.ndarray
+        if is_alike and record is not None and not return_lse and out is None:
+            # machine code makes a tensor like q itself
+            given = record.address, places, *store, q, 0, 0, seed, lengths, lists
+            made = record.run(*given, 0)
+            if made is None and record.threads > 1:
+                made = record.run(*given, record.team(record.threads))
+            if made is not None and made is not False:
+                return made
+        if out is not None and not self._is_apart(out, [*addresses_in(places)[:3], at]):
+            return None
+        new, new_at, lse, lse_at = self._results(q, return_lse, None if self.staged else out, at)
+        call.run_again(places, new_at, lse_at, seed, lengths, lists, store, arrays)
+        if new is not out and out is not None:
+            deliver(replace(describe(new, "out"), final=describe(out, "out")))
+            new = out
+        return (new, lse) if return_lse else new
 
-    def _fresh(self, q: Any) -> tuple[Any, int]:
-        """Makes the result of queries, and returns its address, too."""
+    def _results(self, q: Any, return_lse: bool, out: Any, at: int) -> tuple[Any, int, Any, int]:
+        """Makes the results of queries, or takes the caller's own array; returns each with its address."""
         layout = self.call.result_layout
-        return fresh(q, layout.shape, alike=layout.alike, strides=layout.strides)
+        lse, lse_at = fresh(q, layout.lse_shape, None, logarithms=True) if return_lse else (None, 0)
+        if out is None:
+            out, at = fresh(q, layout.shape, layout.strides, alike=layout.alike)
+        elif type(out) is not np.ndarray:
+            count_write(out)
+        return out, at, lse, lse_at
 
     def store(self, places: bytes, before: list[int], store: tuple[int, int], lists: list[int] | None = None) -> None:
         """Stores new tokens of a cache or pool without attending.
@@ -234,28 +240,6 @@ class Prepared:
         places: of k and v. before: tokens of each sequence. store, lists: as for run().
         """
         self.put.start((*addresses_in(places), *store), before, lists)
-
-    def run_into(
-        self, out: Any, q: Any, places: bytes, at: int, *, return_lse: bool, seed: int, arrays: Sequence[Any],
-        lengths: _Ints = None, lists: _Ints = None,
-    ) -> Any:  # fmt: skip
-        """run(), with the result in the caller's own array, which lies at `at`; None unless it can be written and is
-        apart from q, k and v.
-        """
-        if not self._is_apart(out, [*addresses_in(places)[:3], at]):
-            return None
-        more: Any = {"lengths": lengths, "lists": lists, "arrays": arrays}
-        if self.staged:
-            results = self.run(q, places, return_lse=return_lse, seed=seed, **more)
-            new, *lse = results if return_lse else (results,)
-            deliver(replace(describe(new, "out"), final=describe(out, "out")))
-            return (out, *lse) if return_lse else out
-        if type(out) is not np.ndarray:
-            count_write(out)
-        layout = self.call.result_layout
-        lse, lse_at = fresh(q, layout.lse_shape, logarithms=True) if return_lse else (None, 0)
-        self.call.run_again(places, at, lse_at, seed, lengths, lists, (0, 0), arrays)
-        return (out, lse) if return_lse else out
 
     def _is_apart(self, out: Any, at: list[int]) -> bool:
         """Returns whether `out`, the last of arrays at these addresses, can be written and shares no memory with the

@@ -204,15 +204,22 @@ class Call:
         self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
         store: tuple[int, int], arrays: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Runs for arrays at other places (problem/prepared.py) in Python, and has machine code run the next one.
+        """Runs for arrays at other places (problem/prepared.py), in machine code if that takes the call.
 
-        A long call is always run so, in regions between which Python sees signals; and one with an index out of range,
-        which is raised.
+        Python runs a long call, in regions between which it sees signals, and one with an index out of range, which is
+        raised.
 
         out, lse: addresses. store: addresses of a cache's keys and values, or zeros.
         """
-        if self.record is None:
-            self.record = record_of(self) or NOT_REPEATED
+        record = self.record
+        if record is None:
+            record = self.record = record_of(self) or NOT_REPEATED
+        given = record.address, places, *store, None, out, lse, seed, lengths, lists
+        done = record.run(*given, 0)
+        if done is None and record.threads > 1:
+            done = record.run(*given, record.team(record.threads))
+        if done:
+            return
         lie = array_places(places)
         q, k, v = lie[0][0], *store
         new = tables = keys = count = None
