@@ -186,7 +186,7 @@ def compute(
             return results
     on_gpu = engines.runs_on_gpu(q, engine)
     check_flag("return_lse", return_lse)
-    if key is None and "torch" in sys.modules and not isinstance(q, np.ndarray):
+    if key is None and "torch" in sys.modules:
         with importing:
             from .autograd.attending import attend_recorded
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .dtypes import DTYPES, numpy_dtype
+
+DIMS = 4  # dimensions of an array whose place can be said
+# a place: an array's address, sizes and strides in bytes, in words of 64 bits; zeros fill up what it lacks of DIMS
+PLACE = struct.Struct(f"={1 + 2 * DIMS}q")
 
 
 @dataclass(slots=True)
@@ -31,6 +36,12 @@ class Array:
     @property
     def tensor(self) -> Any:
         return self.owner if self.kind == "torch" else self.owner[1]
+
+    @property
+    def place(self) -> bytes:
+        """Says where the array lies, as read() of a prepared call does."""
+        padding = (0,) * (DIMS - len(self.shape))
+        return PLACE.pack(self.address, *self.shape, *padding, *self.strides, *padding)
 
     def of(self, owner: Any, address: int) -> Array:
         """Returns the array of this form that another owner has at an address."""

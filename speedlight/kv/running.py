@@ -6,7 +6,6 @@ from typing import Any
 
 from ..arrays.array import describe
 from ..problem.options import Options
-from ..problem.prepared import place_of
 from ..problem.results import Results
 from ..problem.tokens import Batch, Piece
 from ..problem.windows import SPARE
@@ -30,7 +29,7 @@ def attend_pieces(storage: Any, layer: int, query: Query, pieces: list[Piece], k
             if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
             return step.run(
-                q, place_of(query.q), return_lse=query.return_lse, seed=options.seed_word(), lengths=first.after,
+                q, query.q.place, return_lse=query.return_lse, seed=options.seed_word(), lengths=first.after,
                 store=storage.addresses[layer],
             )  # fmt: skip
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)

@@ -9,7 +9,6 @@ of keys: then their number and strides are arguments, too.
 from __future__ import annotations
 
 import functools
-import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from ..arrays import torch_tensors
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.making import count_write, deliver, fresh
-from ..arrays.memory import Array
+from ..arrays.memory import DIMS, PLACE, Array
 from ..arrays.torch_tensors import has_bytes
 from ..host.insides import TORCH
 from ..host.memo import Memo
@@ -29,7 +28,6 @@ from ..host.shortcuts import address_of
 from .problem import spans_of
 
 _Ints = Sequence[int] | None
-DIMS = 4  # dimensions of an array of a prepared call, at most
 FEW_ROWS = 16  # queries with which a call is kept for any number of keys, at most
 
 
@@ -50,9 +48,6 @@ prepared_calls: Memo[Any] = Memo(1536, 256 << 20)
 
 # --- reading arrays
 
-# An array's address, sizes and strides in bytes, in words of 64 bits, as kernels/repeat.py reads them.
-_PLACE = struct.Struct(f"={1 + 2 * DIMS}q")
-
 
 def read_plainly(rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
     """Returns what arrays of NumPy or PyTorch are, as a part of a CallKey, and where they lie; None for any others.
@@ -72,7 +67,7 @@ def read_plainly(rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
     places = b""
     for address, shape, strides, size, _ in read:
         padding = (0,) * (DIMS - len(shape))
-        places += _PLACE.pack(address, *shape, *padding, *[step * size for step in strides], *padding)
+        places += PLACE.pack(address, *shape, *padding, *[step * size for step in strides], *padding)
     layout: list[Any] = [(dtype, shape, strides) for _, shape, strides, _, dtype in read]
     growing = _without_keys(rows & 3, bool(rows & 4), layout) if rows and len(layout) >= 3 else None
     return growing or (0, *layout), places
@@ -138,18 +133,12 @@ def is_growing(layout: Any) -> bool:
 
 def addresses_in(places: bytes) -> list[int]:
     """Returns the address of each array."""
-    return [words[0] for words in _PLACE.iter_unpack(places)]
+    return [words[0] for words in PLACE.iter_unpack(places)]
 
 
 def array_places(places: bytes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Returns address, sizes and strides in bytes of each array; zeros fill up what it lacks of DIMS dimensions."""
-    return [(words[0], words[1 : 1 + DIMS], words[1 + DIMS :]) for words in _PLACE.iter_unpack(places)]
-
-
-def place_of(x: Array) -> bytes:
-    """Returns where an array lies, as read() does."""
-    padding = (0,) * (DIMS - len(x.shape))
-    return _PLACE.pack(x.address, *x.shape, *padding, *x.strides, *padding)
+    return [(words[0], words[1 : 1 + DIMS], words[1 + DIMS :]) for words in PLACE.iter_unpack(places)]
 
 
 # --- running

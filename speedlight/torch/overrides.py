@@ -167,6 +167,8 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_caus
     """Returns whether PyTorch's rules for these arguments are attention()'s."""
     if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor and is_plain()):
         return False
+    if query.is_neg() or key.is_neg() or value.is_neg() or torch.compiler.is_dynamo_compiling():
+        return False
     q_shape, k_shape = query.shape, key.shape
     if len(q_shape) != 4 or len(k_shape) != 4 or q_shape[0] != k_shape[0] or 0 in q_shape or not k_shape[2]:
         return False

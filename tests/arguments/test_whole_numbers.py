@@ -260,7 +260,7 @@ def test_a_pass_back_reads_them_as_the_call_did(name):
     assert flat([x.detach().numpy() for x in (out, q.grad, k.grad, v.grad)]) == expected
 
 
-UNASKED = ("KVCache.attend_again",)  # a step that was checked, found by what it was called with
+UNASKED = ("KVCache.compute",)  # attend(), which is asked, with its options in one
 
 
 def test_every_argument_that_is_one_is_asked():

@@ -145,7 +145,7 @@ MUTATIONS = (
     ),
     Mutation(
         "out may overlap an input",
-        "problem/results.py",
+        "arrays/making.py",
         "        if overlap(out, x):\n",
         "        if overlap(out, x) and out.shape == ():\n",
         "tests/arguments/test_arrays.py -k over_an_argument",

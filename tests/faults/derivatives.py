@@ -70,8 +70,8 @@ MUTATIONS = (
     Mutation(
         "autocast is for speedlight.torch alone",
         "front.py",
-        'is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():',
-        "is_tensor(q) and False:",
+        "    if torch is not None and torch._C._is_any_autocast_enabled():\n",
+        "    if False:\n",
         "tests/adapters/torch/test_torch_doors.py -k autocast",
     ),
     Mutation(
@@ -84,8 +84,8 @@ MUTATIONS = (
     Mutation(
         "results of repeated calls are contiguous",
         "problem/prepared.py",
-        "out, out_at = fresh(q, layout.shape, alike=layout.alike, strides=layout.strides)",
-        "out, out_at = fresh(q, layout.shape)",
+        "out, at = fresh(q, layout.shape, layout.strides, alike=layout.alike)",
+        "out, at = fresh(q, layout.shape, None)",
         "tests/adapters/torch/test_torch_strides.py -k lie_as",
     ),
 )

@@ -105,8 +105,8 @@ MUTATIONS = (
     Mutation(
         "machine code does not look for tangents",
         "cpu/runtime/repeating.py",
-        "            (level, -1),\n",
-        "",
+        "            level_of=vars(TORCH.forward_ad),\n",
+        "            level_of={_LEVEL: _NO_LEVEL},\n",
         "tests/adapters/torch/test_torch_read.py -k more_than_calls",
     ),
     Mutation(
@@ -259,8 +259,8 @@ MUTATIONS = (
     Mutation(
         "a mask that requires grad has the result of one that does not",
         "torch/kernel_choice.py",
-        "    if attn_mask is not None and attn_mask.requires_grad:\n",
-        "    if attn_mask is None and dropout_p < 0:\n",
+        "    elif attn_mask.requires_grad:\n",
+        "    elif dropout_p < 0:\n",
         "tests/adapters/torch/test_torch_read.py -k requires_grad_has",
     ),
     Mutation(

@@ -242,7 +242,7 @@ sl.set_threads(2)
 def warm():
     torch.from_numpy(q.reshape(-1)).sum()
     out = sl.attention(q, q, q)
-    return out.tobytes(), workers.known_clock()
+    return out.tobytes(), getattr(workers._calling, "clock", 0)
 want, clock = warm()
 openmp = workers._usable_openmp()
 if openmp is None or openmp.pause is None: sys.exit()
@@ -250,9 +250,9 @@ if not clock: sys.exit("no team")
 pid = os.fork()
 if not pid: os._exit(0)
 os.waitpid(pid, 0)
-if workers.known_clock(): sys.exit("a team that has ended is taken for one that is there")
+if getattr(workers._calling, "clock", 0): sys.exit("a team that has ended is taken for one that is there")
 if warm()[0] != want: sys.exit("other bits")
-if not workers.known_clock(): sys.exit("no new team")
+if not getattr(workers._calling, "clock", 0): sys.exit("no new team")
 """
 
 

@@ -472,7 +472,6 @@ def grad_calls():
     torch = pytest.importorskip("torch")
     from speedlight.arrays.torch_tensors import in_grad_mode
     from speedlight.calls import rotary
-    from speedlight.cpu.runtime import replay
     from speedlight.expressions import autograd
     from speedlight.flash_attn import kernels
     from speedlight.torch import attention, flash_kernels
@@ -498,16 +497,14 @@ def grad_calls():
         "PyTorch's kernel": (lambda: flash_kernels._attend(q, q, q), torch.enable_grad),
         "score": (lambda: autograd._of_tensors(Doubled, (None,), rows, [0]), torch.no_grad),
         "rotary": (lambda: rotary._made_known(q.detach(), options), torch.inference_mode),
-        "replay": (lambda: replay._tensor_places(torch), torch.enable_grad),
     }
 
 
 SCALES = itertools.count(0.25)
-GRAD_CALLS = ("helper", "helper, on", "training", "training anew", "flash_attn", "PyTorch's kernel", "score", "rotary",
-              "replay")  # fmt: skip
+GRAD_CALLS = ("helper", "helper, on", "training", "training anew", "flash_attn", "PyTorch's kernel", "score", "rotary")
 # the doors, and PyTorch's own classes, whose methods would be interrupted
 DOORS = ("autograd/attending", "arrays/torch_tensors", "flash_attn/kernels", "torch/flash_kernels",
-         "expressions/autograd", "calls/rotary", "runtime/replay", "autograd/grad_mode")  # fmt: skip
+         "expressions/autograd", "calls/rotary", "autograd/grad_mode")  # fmt: skip
 
 
 @needs_places

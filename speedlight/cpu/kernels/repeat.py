@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 from llvmlite import ir
 
+from ...arrays.memory import DIMS
 from ...expressions.program import LENGTHS, STRIDES
 from ...host.machine import Isa
-from ...problem.prepared import DIMS, FEW_ROWS
+from ...problem.prepared import FEW_ROWS
 from ...problem.problem import SPAN
 from ..language.vector import I8, I32, I64, PTR, VOID, Function, Module, Value
 from ..memory.records import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...problem.prepared import DIMS
+from ...arrays.memory import DIMS
 from ...problem.problem import QUERY_BLOCK, TILE
 from ...problem.tokens import BLOCK as BLOCK
 

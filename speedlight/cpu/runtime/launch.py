@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays import torch_tensors
-from ...arrays.memory import pages
+from ...arrays.memory import DIMS, pages
 from ...errors import pass_on
 from ...expressions.program import LENGTHS, STRIDES, TABLE_WORDS, Program
 from ...expressions.tree import Node, out_of_range
 from ...host.tunings import Threading
-from ...problem.prepared import DIMS
 from ..memory.records import CALL, SCRATCH, WRONG, Record
 from .compile import Kernel, kernel_of
 from .workers import run_alone, run_tickets
