@@ -234,7 +234,7 @@ MUTATIONS = (
     Mutation(
         "what a repeated call has read may be written to before its backward",
         "autograd/attending.py",
-        "tables), [(x, state_of(x)) for x in arrays]",
+        "tables), [(added, state_of(added)) for added in arrays]",
         "tables), []",
         "tests/adapters/torch/test_torch.py -k must_stay_until_its_backward",
     ),

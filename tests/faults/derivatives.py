@@ -62,7 +62,7 @@ MUTATIONS = (
     ),
     Mutation(
         "out= is not told to autograd",
-        "host/shortcuts.py",
+        "arrays/making.py",
         '    sys.modules["torch"]._C._increment_version((tensor,))',
         "    assert tensor is not None",
         "tests/adapters/torch/test_tensors.py -k autograd",
