@@ -186,7 +186,8 @@ def compute(
             return results
     on_gpu = engines.runs_on_gpu(q, engine)
     check_flag("return_lse", return_lse)
-    if key is None and "torch" in sys.modules:
+    torch = sys.modules.get("torch")
+    if key is None and torch is not None and (on_gpu or isinstance(q, torch.Tensor)):
         with importing:
             from .autograd.attending import attend_recorded
 

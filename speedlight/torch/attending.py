@@ -9,7 +9,7 @@ import torch
 
 from ..arrays.integers import integer
 from ..arrays.torch_tensors import cast, is_plain, is_tensor, is_traced
-from ..autograd.attending import attend_as_operation
+from ..autograd.attending import attend_as_operation, attend_recorded
 from ..autograd.graphs import in_graph
 from ..front import compute
 from ..host.graph_breaks import outside, passed_by
@@ -83,4 +83,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, 
         options = replace(options, seed=integer("seed", options.seed))
     if not is_plain(q, k, v):
         return attend_as_operation(q, k, v, options.spelled(), return_lse)
+    if not isinstance(q, torch.Tensor):  # an error, if k, v or a table requires grad
+        _, options = attend_recorded(q, k, v, options, return_lse)
     return compute(q, k, v, options, return_lse)

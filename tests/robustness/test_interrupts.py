@@ -270,8 +270,9 @@ def test_a_signal_handler_may_use_the_pool(name, within):
     call, _ = POOL[name]
     sl.set_threads(1)
     wanted = result(world("pool"), call)
+    w = world("pool")
     forget()
-    found = places(functools.partial(call, world("pool")), (within,))
+    found = places(functools.partial(call, w), (within,))
     for n in spread(found, MOST if not within else 60):
         w = world("pool")
         forget()

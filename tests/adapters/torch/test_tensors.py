@@ -163,7 +163,7 @@ def test_new_tensors_may_be_what_a_mode_makes_of_them():
     q, k, v = tensors()
     want = sl.attention(q, k, v)
     with AllMine():
-        new, address = fresh(q, SHAPE)
+        new, address = fresh(q, SHAPE, None)
         assert type(new) is Mine and address == new.data_ptr()
         got = sl.attention(q, k, v)
     assert type(got) is Mine and torch.equal(got, want)
@@ -267,7 +267,8 @@ def test_autograd_hears_of_a_kernel_that_is_stopped(repeated, monkeypatch):
         raise KeyboardInterrupt
 
     flow = saved(out)
-    monkeypatch.setattr(Call, "run", stopped)
+    for name in ("run", "run_again"):
+        monkeypatch.setattr(Call, name, stopped)
     with pytest.raises(KeyboardInterrupt):
         sl.attention(q, k, v, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
