@@ -194,7 +194,10 @@ def _write_read(module: Module, symbol: str) -> None:
             k.call(write_growth, rows, tensors, layout)
         parts = []
         for buffer, size in ((layout, tensors * ARRAY.bytes + 8), (places, tensors * PLACE.bytes)):
-            parts.append(method.call("PyBytes_FromStringAndSize", PTR, buffer, size))
+            part = method.call("PyBytes_FromStringAndSize", PTR, buffer, size)
+            with k.when(_is_null(k, part)):  # no memory, as Python has noted
+                k.b.ret(method.null().x)
+            parts.append(part)
         pair = method.call("PyTuple_New", PTR, k.i64(2))
         for n, part in enumerate(parts):
             method.call("PyTuple_SetItem", I32, pair, k.i64(n), part)
