@@ -187,6 +187,7 @@ def compute(
     on_gpu = engines.runs_on_gpu(q, engine)
     check_flag("return_lse", return_lse)
     torch = sys.modules.get("torch")
+    # a key says that nothing was found that autograd follows
     if key is None and torch is not None and (on_gpu or isinstance(q, torch.Tensor)):
         with importing:
             from .autograd.attending import attend_recorded

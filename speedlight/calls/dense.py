@@ -29,7 +29,10 @@ def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any 
 
 
 def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None) -> tuple[Any, Any]:
-    """Repeats a call if it was prepared before; returns its key, and its results: each may be None."""
+    """Repeats a call if it was prepared before; returns its key and its results.
+
+    Without a key it cannot be repeated. With a key alone it was not prepared yet, or `out` cannot be written to.
+    """
     of_options, rows = options.keyed(key_of_repeated)
     if of_options is None or type(return_lse) is not bool:
         return None, None

@@ -95,7 +95,8 @@ class KVCache:
         room = None if window else self.capacity
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
         self._storage = engine.cache_storage(shape, self.batch, self.capacity, self._ring, device)
-        # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
+        # Of each layer the tokens of every sequence, and one past the highest position that was ever written. A call
+        # takes effect by one store of such a pair, whose lists never change.
         self._held: list[Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers being written to
         self._undo: dict[int, Overwritten] = {}  # of changes in progress: what they overwrite

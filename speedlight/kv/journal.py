@@ -44,7 +44,7 @@ _numbers = itertools.count()  # of the records of all pools: none is given twice
 
 
 class PageJournal:
-    """Pages of a pool. Every page is free, or in `others[page] + 1` records.
+    """Pages of a pool. Every page is free, or is listed `others[page] + 1` times in records.
 
     A loan is the record of a call: the pages that it has taken, and once it takes effect those that it gives back.
     `records |= {...}` thus moves pages between sequences and a loan in one store, whose keys are there already.
@@ -53,7 +53,7 @@ class PageJournal:
     unowned: numbers of loans, and of sequences whose handles nobody has. Whoever needs pages next releases their
         records, if nobody writes to them. When a handle goes, C enters its number: in any thread, at any moment.
     claims: numbers of records that a call in progress writes to.
-    others: by page, the records that have it beyond the first. It has every page, so that `|=` allocates nothing.
+    others: by page, how often records list it beyond the first time. It has every page, so that `|=` allocates nothing.
     free: pages that no record has; the last one is taken first.
     version: another object after each change of `others` and `free`. A change is computed first; if a signal handler
         has changed something meanwhile, it is computed again. The lock keeps other threads out.

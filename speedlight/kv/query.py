@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     v: Any
     query: Query | None = None
     asked: Any = ()  # queries of each sequence
-    usual: bool = False  # there are as many of both as by default, and there is no out=
+    usual: bool = False  # may be kept as a step: default counts, no out=, and a storage that prepares steps
     step: Any = None  # a storage's step that was checked with these arrays, and their addresses
 
 

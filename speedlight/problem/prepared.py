@@ -35,7 +35,7 @@ class CallKey(NamedTuple):
     """Everything that a prepared call depends on. A tuple, for speed: its hash and comparison take no Python."""
 
     call: str  # which call: "attention", "gradients", "paged", "step" …
-    options: Any  # by exact type and bits: Options.key()
+    options: Any  # by exact type and bits: Options.keyed()
     arrays: Any  # what each array is: the first part of read()
     machine: Any  # threads and vector unit, or a GPU
     place: Any = None  # of a cache the layout of its memory and its sequences; of gradients which are wanted
@@ -52,7 +52,7 @@ prepared_calls: Memo[Any] = Memo(1536, 256 << 20)
 def read_plainly(rows: int, *arrays: Any) -> tuple[Any, bytes] | None:
     """Returns what arrays of NumPy or PyTorch are, as a part of a CallKey, and where they lie; None for any others.
 
-    Machine code does the same for most arrays; this takes the others, and all where there is no such code.
+    Machine code does the same for arrays of NumPy, and for tensors while grad mode is off. This takes all others.
 
     Args:
         rows: 0; or the dimension of q's rows, 1 or 2, where q, k, v and arrays that are added come first and the call

@@ -17,8 +17,8 @@ Overwritten = list[tuple[Any, Any, Any]]
 class Storage(ABC):
     """Base of the storages, which keep the tokens of every layer in memory of one device.
 
-    Lengths, pages and claims are the business of kv/. An engine has one storage for caches and one for pools; the
-    other methods of these differ from each other, but not from engine to engine.
+    Lengths, pages and claims are the business of kv/. An engine has one storage for caches and one for pools. What only
+    some can do, the flags below say.
     """
 
     prepares_steps: ClassVar[bool] = False  # keeps prepared calls, which find_step() returns

@@ -1,6 +1,7 @@
 """The tokens of caches and pools in memory, and the calls that read them there.
 
-`gpu/storage.py` has the same two classes with the same methods.
+`gpu/storage.py` has the same two classes. Here they also keep prepared steps (`prepares_steps`), and a cache attends
+to a first chunk where that lies (`attends_new`).
 """
 
 from __future__ import annotations
@@ -323,7 +324,7 @@ class PoolStorage(BlockStorage):
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.page_size = page_size
         self.page_blocks = page_size // BLOCK  # of each head
-        self.step = shape.kv_heads * self.page_blocks  # numbers from one page to the next
+        self.numbers_per_page = shape.kv_heads * self.page_blocks
         super().__init__(shape, (pages, shape.kv_heads, self.page_blocks), together=True)
         k, v = self.keys[0], self.values[0]
         head, block = k.memory.strides[1:3]
@@ -350,7 +351,7 @@ class PoolStorage(BlockStorage):
             longer[:kept_end] = table.numbers[:kept_end]
             table = _Table(longer)
         for at in (*moved, *range(used, len(pages))):
-            first = pages[at] * self.step
+            first = pages[at] * self.numbers_per_page
             table.numbers[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
         return table
 
