@@ -3,8 +3,8 @@
 Python of some 30 functions takes 15 µs where it is warm and 100 µs between the layers of a model, whose weights have
 emptied the caches meanwhile.
 
-`read(rows, q, k, v, …)` looks at arrays of NumPy, and at tensors of PyTorch while grad mode is off. It returns what each
-is and where it lies, and leaves all others to read_plainly() of problem/prepared.py. It knows three things: CPython's
+`read(rows, q, k, v, …)` looks at arrays of NumPy, and at tensors of PyTorch while grad mode is off. It says what each
+is, and where it lies, and leaves all others to read_plainly() of problem/prepared.py. It knows three things: CPython's
 documented functions; DLPack's C exchange API, which a library's type hands out; and PyTorch's own Python functions,
 which it calls for what DLPack does not say. Nobody's memory is read.
 
