@@ -60,17 +60,20 @@ def fresh(
             new = torch.empty(shape, dtype=dtype, device="cpu")
         else:
             new = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    if type(new) is not torch.Tensor:  # a mode of PyTorch's makes other tensors now
+        check_plain_tensor(new, "out")
     wanted = q.stride() if alike else strides
-    is_asked_for = tuple(new.shape) == tuple(shape) and new.dtype is dtype
-    if type(new) is torch.Tensor and is_asked_for and (new.stride() == wanted if wanted else new.is_contiguous()):
-        address = new.data_ptr()
-        if address or 0 in shape:
-            return new, address
-    check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
-    raise UnsupportedError(
-        f"out: expected new tensors of shape {tuple(shape)}; a mode of PyTorch's made one of {tuple(new.shape)}. Call "
-        "outside of it."
-    )
+    has_strides = new.stride() == wanted if wanted else new.is_contiguous()
+    is_asked_for = tuple(new.shape) == tuple(shape) and new.dtype is dtype and has_strides
+    address = new.data_ptr()
+    if not address and 0 not in shape:
+        check_plain_tensor(new, "out")
+    if not is_asked_for:
+        raise UnsupportedError(
+            f"out: expected new tensors of shape {tuple(shape)}; a mode of PyTorch's made one of {tuple(new.shape)}. "
+            "Call outside of it."
+        )
+    return new, address
 
 
 def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Array, ...]) -> None:

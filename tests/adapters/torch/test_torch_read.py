@@ -1153,3 +1153,21 @@ def test_python_reads_where_something_is_missing(anew, monkeypatch, lacks):
         assert (here.run is not None) == has_code
         assert (type(here.read(0, given[0][0].numpy())[0]) is bytes) == has_code
     assert held is None or held[0][0] == 2
+
+
+def test_a_result_that_a_mode_makes_too_small_is_refused():
+    """Kernels would write past it: machine code makes it, or Python."""
+    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 64, 64)
+
+    class Small(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            return made.flatten()[:1].clone() if function is torch.empty_like else made
+
+    with torch.no_grad():
+        for _ in range(3):
+            want = sl.attention(q, k, k)
+        for way in (contextlib.nullcontext(), read_by_python()):
+            with way, Small(), pytest.raises(sl.UnsupportedError, match="^out: expected new tensors of shape"):
+                sl.attention(q, k, k)
+        assert torch.equal(sl.attention(q, k, k), want)
