@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, MaskFunction, ScoreFunction
-from .option_keys import fits_any_keys, key_of_traced, key_of_values
+from .option_keys import ARRAY, fits_any_keys, key_of_traced, key_of_values
 from .problem import LAYOUTS
 from .signatures import refuse_unknown
 
@@ -236,6 +236,8 @@ class Options:
         mask, score = self.mask, self.score
         if score is None:
             return [] if mask is None or type(mask) is Expression else [mask]
+        if mask is None and type(score) is not list and not isinstance(score, (Expression, tuple)):
+            return [score]
         return [x for x in (mask, *scores_of(score)) if not (x is None or isinstance(x, Expression))]
 
     def key(self) -> tuple[Any, ...] | None:
@@ -253,6 +255,9 @@ class Options:
             key_of_mask: returns the key of a mask or score: key_of_traced(), or key_of_repeated() where arrays are read
                 apart.
         """
+        known = _known_keys.get(id(self))
+        if known is not None:
+            return known
         scale, dropout, causal, q_start, k_start = self.scale, self.dropout, self.causal, self.q_start, self.k_start
         layout, precision = self.layout, self.precision
         if not (
@@ -280,7 +285,10 @@ class Options:
         rows = _ROWS.get(layout, 0) if q_start is None and not k_start and type(causal) is bool else 0
         window, sinks = self.window, self.sink_logits
         if not mask is score is None:
-            rows = self._rows_of_masks(rows)
+            if mask in _ARRAY_OR_NONE and score in _ARRAY_OR_NONE:  # a row for each query: see _rows_of_masks()
+                rows += 4 * (rows > 0 and window is None)
+            else:
+                rows = self._rows_of_masks(rows)
         cu_q, cu_k, q_lengths, k_lengths = self.cu_seqlens_q, self.cu_seqlens_k, self.q_lengths, self.k_lengths
         if window is sinks is cu_q is cu_k is q_lengths is k_lengths is None:
             return key, rows
@@ -305,6 +313,8 @@ class Options:
 
 
 _ROWS = {"bhld": 2, "blhd": 1}  # the dimension of rows
+_ARRAY_OR_NONE = (None, ARRAY)
+_known_keys: dict[int, tuple[tuple[Any, ...] | None, int]] = {}  # of STEADY options, which live as long as the process
 
 
 def _freeze(options: Any) -> None:
@@ -324,6 +334,9 @@ new_options: type[Options] = make_dataclass(
 OPTION_NAMES = tuple([x.name for x in fields(Options)])
 PLAIN = Options()  # all as by default
 _STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
+TOP_LEFT = Options(causal="top-left")  # as PyTorch's is_causal
+STEADY = (PLAIN, TOP_LEFT, *_STEPS.values())
+_known_keys.update({id(x): x.keyed(key_of_traced) for x in STEADY})
 
 
 def our_layout(layout: Any) -> Any:

@@ -20,7 +20,7 @@ from ..adapting import check_flag
 from ..arrays.torch_tensors import is_plain
 from ..front import compute
 from ..host.insides import TORCH
-from ..problem.options import new_options
+from ..problem.options import PLAIN, TOP_LEFT, new_options
 from . import fast_path, flash_kernels
 from .dot_product import as_pytorch, only_pytorch_takes, scaled_dot_product_attention
 from .routing import (
@@ -200,13 +200,16 @@ def _attend(
     """Computes a call, and counts it; None, with the reason counted, where it is left to PyTorch."""
     why = only_pytorch_takes(query, dropout_p, scale)
     if why is None and not dropout_p and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
-        is_mask = attn_mask is not None and attn_mask.dtype is torch.bool
-        options = new_options(
-            mask=attn_mask if is_mask else None,
-            score=None if is_mask else attn_mask,
-            scale=scale,
-            causal="top-left" if is_causal else False,
-        )
+        if attn_mask is scale is None:
+            options = TOP_LEFT if is_causal else PLAIN
+        else:
+            is_mask = attn_mask is not None and attn_mask.dtype is torch.bool
+            options = new_options(
+                mask=attn_mask if is_mask else None,
+                score=None if is_mask else attn_mask,
+                scale=scale,
+                causal="top-left" if is_causal else False,
+            )
         out = as_pytorch(compute(query, key, value, options), query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
         count_taken(SDPA)
         return out
