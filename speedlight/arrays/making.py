@@ -70,8 +70,8 @@ def fresh(
         check_plain_tensor(new, "out")
     if not is_asked_for:
         raise UnsupportedError(
-            f"out: expected new tensors of shape {tuple(shape)}; a mode of PyTorch's made one of {tuple(new.shape)}. "
-            "Call outside of it."
+            f"out: expected new tensors of shape {tuple(shape)} and {dtype}; a mode of PyTorch's made one of "
+            f"{tuple(new.shape)} and {new.dtype}. Call outside of it."
         )
     return new, address
 

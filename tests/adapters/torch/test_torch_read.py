@@ -1171,3 +1171,14 @@ def test_a_result_that_a_mode_makes_too_small_is_refused():
             with Small(), pytest.raises(sl.UnsupportedError, match="^out: expected new tensors of shape"):
                 sl.attention(q, k, k)
             assert torch.equal(sl.attention(q, k, k), want)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_storage_that_lacks_one_number_is_not_read(lacking):
+    """Of a tensor that begins inside of it, too."""
+    whole = torch.randn(3 + 2 * 20 * 16)
+    q = whole[3:].view(1, 2, 20, 16)
+    whole.untyped_storage().resize_(whole.untyped_storage().nbytes() - 4 * lacking)
+    with torch.no_grad():
+        for read in (repeating.functions().read, read_plainly):
+            assert (read(0, q) is None) == bool(lacking)

@@ -364,3 +364,20 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
             assert state() == before, f"allocation {at}"
         assert failures > 2 and failing.left > 0 and state() != before
         assert np.isfinite(out.astype(np.float32)).all()
+
+
+def test_as_many_tokens_of_other_sequences_are_another_step(rng):
+    """Three of one sequence, then one of each of three: the arrays are alike."""
+    pools = [sl.PagePool(layers=1, pages=12, page_size=16, kv_heads=2, head_dim=16) for _ in range(2)]
+    (first, *others), (alone, *rest) = ([pool.sequence() for _ in range(3)] for pool in pools)
+    x = rng.standard_normal((3, 2, 16), np.float32)
+    for _ in range(3):
+        pools[0].attend(0, [first], x, x, x)
+        pools[1].append(0, [alone], x, x)
+    forget()
+    want = pools[1].attend(0, [alone, *rest], x, x, x)
+    forget()
+    for _ in range(2):
+        pools[0].attend(0, [first], x, x, x)
+    first.truncate(9)
+    assert pools[0].attend(0, [first, *others], x, x, x).tobytes() == want.tobytes()
