@@ -170,20 +170,24 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_caus
     if query.is_neg() or key.is_neg() or value.is_neg() or torch.compiler.is_dynamo_compiling():
         return False
     q_shape, k_shape = query.shape, key.shape
-    if len(q_shape) != 4 or len(k_shape) != 4 or q_shape[0] != k_shape[0] or 0 in q_shape or not k_shape[2]:
+    if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != value.shape or 0 in q_shape or 0 in k_shape:
         return False
-    if k_shape != value.shape or not (enable_gqa or q_shape[1] == k_shape[1]) or k_shape[3] != q_shape[3]:
+    if q_shape[0] != k_shape[0] or k_shape[3] != q_shape[3] or not query.dtype is key.dtype is value.dtype:
         return False
-    if not query.dtype is key.dtype is value.dtype or not k_shape[1] or q_shape[1] % k_shape[1]:
+    if q_shape[1] != k_shape[1] and (not enable_gqa or q_shape[1] % k_shape[1]):
         return False
     if attn_mask is None:
         return True
-    if is_causal or type(attn_mask) is not Tensor or not 2 <= attn_mask.dim() <= 4:
+    if is_causal or type(attn_mask) is not Tensor or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return False
-    whole = (*q_shape[:3], k_shape[2])[4 - attn_mask.dim() :]
-    if any([n not in (1, most) for n, most in zip(attn_mask.shape, whole, strict=True)]):
+    mask_shape = attn_mask.shape
+    if len(mask_shape) == 2:
+        items, heads, (rows, keys) = 1, 1, mask_shape
+    elif len(mask_shape) == 4:
+        items, heads, rows, keys = mask_shape
+    else:
         return False
-    return attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
+    return items in (1, q_shape[0]) and heads in (1, q_shape[1]) and rows in (1, q_shape[2]) and keys in (1, k_shape[2])
 
 
 def _attend(
