@@ -139,7 +139,8 @@ print(*counts)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 @pytest.mark.parametrize("with_torch", [False, True] if FULL else [False])
 def test_no_thread_can_be_started(with_torch):
-    """There is no room for a stack: GNU OpenMP would end the process.
+    """There is no room for so many stacks: GNU OpenMP would end the process. Some may be there, of threads that loaded
+    code and have ended.
 
     Right results, one warning, and threads once there is room.
     """
@@ -148,7 +149,7 @@ def test_no_thread_can_be_started(with_torch):
         + BIG
         + (
             "import resource, warnings\nfrom speedlight.cpu.runtime import workers\n"
-            "sl.set_threads(1)\nwant = sl.attention(q, q, q).tobytes()\nsl.set_threads(3)\n"
+            "sl.set_threads(1)\nwant = sl.attention(q, q, q).tobytes()\nsl.set_threads(4)\n"
             "ours = workers._new_threads()\n"
             "before = resource.getrlimit(resource.RLIMIT_AS)\n"
             "with open('/proc/self/statm') as f: size = int(f.read().split()[0]) * resource.getpagesize()\n"
@@ -162,7 +163,7 @@ def test_no_thread_can_be_started(with_torch):
             "print(ours.started, workers._ours is ours, workers._region)"
         )
     )
-    assert run(code).split() == ["True", "1", "1", "2", "True", "[None]"]
+    assert run(code).split() == ["True", "1", "1", "3", "True", "[None]"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
