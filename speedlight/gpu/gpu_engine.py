@@ -27,9 +27,7 @@ from .schedule import check
 from .uploads import check_tables
 
 if TYPE_CHECKING:
-    from ..problem.tokens import TokenShape
-    from ..problem.windows import Ring
-    from .storage import CacheStorage, PoolStorage
+    pass
 
 
 class GpuEngine(Engine):
@@ -93,17 +91,11 @@ class GpuEngine(Engine):
             return None
         return checked_tables(block_table, k_lengths)
 
-    def cache_storage(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> CacheStorage:
+    def storages(self) -> Any:
         with importing:
-            from .storage import CacheStorage
+            from . import storage
 
-        return CacheStorage(shape, batch, capacity, ring, device)
-
-    def pool_storage(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> PoolStorage:
-        with importing:
-            from .storage import PoolStorage
-
-        return PoolStorage(shape, pages, page_size, device)
+        return storage
 
     def plan(
         self, problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False,

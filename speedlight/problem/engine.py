@@ -56,12 +56,16 @@ class Engine(ABC):
         return None
 
     @abstractmethod
+    def storages(self) -> Any:
+        """Loads the module of CacheStorage and PoolStorage."""
+
     def cache_storage(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> Any:
         """Reserves the Storage of a KVCache."""
+        return self.storages().CacheStorage(shape, batch, capacity, ring, device)
 
-    @abstractmethod
     def pool_storage(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> Any:
         """Reserves the Storage of a PagePool."""
+        return self.storages().PoolStorage(shape, pages, page_size, device)
 
     @abstractmethod
     def plan(

@@ -4,6 +4,7 @@ Public calls take `**options` of one of the dicts below. signatures.public() giv
 and the errors of an argument that they lack. Options holds the values of a call.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Any, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
@@ -308,8 +309,7 @@ class Options:
 
     def is_fixed(self) -> bool:
         """Returns whether every option but mask and score is of a type that never changes."""
-        values = [getattr(self, name) for name in OPTION_NAMES if name not in ("mask", "score")]
-        return _FIXED.issuperset(map(type, values))
+        return _FIXED.issuperset(map(type, _all_but_masks(self)))
 
 
 _ROWS = {"bhld": 2, "blhd": 1}  # the dimension of rows
@@ -332,6 +332,7 @@ new_options: type[Options] = make_dataclass(
     kw_only=True,
 )
 OPTION_NAMES = tuple([x.name for x in fields(Options)])
+_all_but_masks = operator.attrgetter(*[x for x in OPTION_NAMES if x not in ("mask", "score")])
 PLAIN = Options()  # all as by default
 _STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
 TOP_LEFT = Options(causal="top-left")  # as PyTorch's is_causal

@@ -25,7 +25,7 @@ from ..arrays.torch_tensors import has_bytes
 from ..host.insides import TORCH
 from ..host.memo import Memo
 from ..host.shortcuts import address_of
-from .problem import spans_of
+from .problem import SPAN, spans_of
 
 _Ints = Sequence[int] | None
 FEW_ROWS = 16  # queries with which a call is kept for any number of keys, at most
@@ -38,7 +38,8 @@ class CallKey(NamedTuple):
     options: Any  # by exact type and bits: Options.keyed()
     arrays: Any  # what each array is: the first part of read()
     machine: Any  # threads and vector unit, or a GPU
-    place: Any = None  # of a cache the layout of its memory and its sequences; of gradients which are wanted
+    # of a cache the layout of its memory and its sequences; of gradients which are wanted; of out= what that array is
+    place: Any = None
 
 
 new_key = functools.partial(tuple.__new__, CallKey)  # CallKey(*fields), without a call of Python's
@@ -175,7 +176,7 @@ class Prepared:
         if self.call is None:
             return True
         most = max(lengths) + new
-        return min(lengths) + new > 0 and (self.spans >> 1) << 10 < most <= self.spans << 10
+        return min(lengths) + new > 0 and self.spans // 2 * SPAN < most <= self.spans * SPAN
 
     def run(
         self, q: Any, places: bytes, *, return_lse: bool = False, seed: int = 0, lengths: _Ints = None,

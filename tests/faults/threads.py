@@ -238,8 +238,8 @@ MUTATIONS = (
     Mutation(
         "a step that was prepared reads sequences without a token",
         "problem/prepared.py",
-        "return min(lengths) + new > 0 and (",
-        "return (",
+        "return min(lengths) + new > 0 and self.spans",
+        "return self.spans",
         "tests/adapters/torch/test_torch_steps.py -k without_tokens",
     ),
     Mutation(

@@ -24,9 +24,6 @@ from . import forward_call
 
 if TYPE_CHECKING:
     from ...problem.plan import Plan
-    from ...problem.tokens import TokenShape
-    from ...problem.windows import Ring
-    from .storage import CacheStorage, PoolStorage
 
 
 class CpuEngine(Engine):
@@ -79,17 +76,11 @@ class CpuEngine(Engine):
         """Copies a block table, checked as far as it is used."""
         return PageTables(*page_lists(block_table, k_lengths, pages, page_size, SLACK))
 
-    def cache_storage(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> CacheStorage:
+    def storages(self) -> Any:
         with importing:
-            from .storage import CacheStorage
+            from . import storage
 
-        return CacheStorage(shape, batch, capacity, ring, device)
-
-    def pool_storage(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> PoolStorage:
-        with importing:
-            from .storage import PoolStorage
-
-        return PoolStorage(shape, pages, page_size, device)
+        return storage
 
     def plan(
         self, problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False,
