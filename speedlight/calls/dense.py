@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,29 +41,17 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
     if read is None:
         return None, None
     layout, places = read
-    seed: Any = options.seed if options.dropout else 0
+    into, at = None, 0
     if out is not None:
-        return _repeat_into(out, q, layout, places, of_options, return_lse, seed, arrays)
-    key = new_key(("attention", of_options, layout, cpu.machine(), None))
+        read = cpu.read(0, out)
+        if read is None:
+            return None, None
+        into, at = read[0], addresses_in(read[1])[0]
+    key = new_key(("attention", of_options, layout, cpu.machine(), into))
     prepared = prepared_calls.get(key)
     if prepared is None:
         return key, None
-    return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays)
-
-
-def _repeat_into(
-    out: Any, q: Any, layout: Any, places: bytes, of_options: Any, return_lse: bool, seed: int, arrays: Sequence[Any]
-) -> tuple[Any, Any]:
-    """repeat(), with the result in the caller's own array."""
-    cpu = engines.cpu()
-    read = cpu.read(0, out)
-    if read is None:
-        return None, None
-    key = CallKey("attention", of_options, layout, cpu.machine(), read[0])
-    prepared = prepared_calls.get(key)
-    if prepared is None:
-        return key, None
-    at = addresses_in(read[1])[0]
+    seed: Any = options.seed if options.dropout else 0
     return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays, out=out, at=at)
 
 
