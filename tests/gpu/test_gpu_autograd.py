@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import speedlight as sl
 import speedlight.torch
+from speedlight import engines
 from speedlight.autograd import graphs, higher_order
 from speedlight.autograd import operators as ops
 from speedlight.autograd.forms import text_of
-from speedlight.calls import dense
 from speedlight.gpu import differentiate
 from speedlight.gpu.tiles import Tile
 from speedlight.problem.options import Options
@@ -32,7 +32,7 @@ def calls(monkeypatch):
         return real(self, *args)
 
     monkeypatch.setattr(differentiate.Gradients, "run", run)
-    monkeypatch.setattr(dense, "on_gpu", lambda x: True)
+    monkeypatch.setattr(engines, "on_gpu", lambda x: True)
     with small_blocks(Tile(32, 32, 4, 1)):
         yield taken
 
@@ -95,7 +95,7 @@ def test_second_derivatives(tensors, calls, monkeypatch):
 
     got = twice()
     assert calls[0] and all([torch.isfinite(x).all() and x.any() for x in got])
-    monkeypatch.setattr(dense, "on_gpu", lambda x: x.is_cuda)
+    monkeypatch.setattr(engines, "on_gpu", lambda x: x.is_cuda)
     tensors[:] = [x.detach().cpu().double().requires_grad_() for x in tensors]
     for x, y in zip(got, twice(), strict=True):
         assert (x.cpu() - y).abs().max() <= 1e-5 * y.abs().max()
