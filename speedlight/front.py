@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from . import engines
+from .arrays import latents
 from .arrays.torch_tensors import cast
 from .calls import dense
 from .host.forks import importing
@@ -75,6 +76,7 @@ def attention(
     precision: Precision = "ieee",
     dropout: float = 0.0,
     seed: Int | None = None,
+    value_dim: Int | None = None,
 ) -> Any:
     """Computes exact attention, softmax(scale · QKᵀ)V, in memory linear in the length.
 
@@ -89,8 +91,10 @@ def attention(
         k: (batch, kv_heads, k_len, head_dim), same dtype, or float16 or bfloat16 under a q of another of float32 and
             these: then all is computed in float32, with the bits of a k and v that were converted. kv_heads divides
             q_heads: query head h reads kv head h // (q_heads // kv_heads). A batch of 1 is shared by all items of q;
-            nothing is copied.
-        v: (batch, kv_heads, k_len, value_dim), of k's dtype and batch.
+            nothing is copied. A pair (latent, rotary) is a key in two parts, wherever each lies: the result is that of
+            the parts joined along head_dim, bit for bit, without a copy of them.
+        v: (batch, kv_heads, k_len, value_dim), of k's dtype and batch. None: the first value_dim columns of k, as
+            latent attention (MLA) has it; of a pair, the latent's.
         causal: True (or "bottom-right") hides keys after the query, aligned at the end (the last query sees every
             key); "top-left" aligns at the start, as PyTorch's is_causal does.
         window: (left, right): hides keys before i - left and after i + right; None means no limit on that side. A
@@ -166,6 +170,9 @@ def attention(
         k_lengths=k_lengths,
         precision=precision,
     )
+    if v is None or value_dim is not None or type(k) is tuple or type(k) is list:
+        k, v = latents.resolve(k, v, value_dim)
+        k = latents.join(k)
     torch = None if type(q) is np.ndarray else sys.modules.get("torch")
     if torch is not None and torch._C._is_any_autocast_enabled():
         q, k, v = cast(q, k, v)

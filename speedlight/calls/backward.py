@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from .. import engines
+from ..arrays import latents
 from ..arrays.array import describe
 from ..arrays.dtypes import DTYPES
 from ..arrays.making import empty_like, fresh, like_input
@@ -18,7 +19,7 @@ from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, are_named, asked, resolved
 from ..problem.operands import Operands
 from ..problem.option_keys import key_of_repeated
-from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, K, Options, T, V, scores_of
+from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, Int, K, Options, T, V, scores_of
 from ..problem.prepared import CallKey, array_places, prepared_calls
 from ..problem.signatures import public
 
@@ -51,6 +52,7 @@ def attention_backward(
     *,
     grads: Grads = (),
     engine: Engine | None = None,
+    value_dim: Int | None = None,
     **options: Unpack[AllOptions],
 ) -> Any:
     """Returns the gradients of attention() with respect to q, k and v, in memory linear in the length.
@@ -67,12 +69,13 @@ def attention_backward(
         grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
             them, too: sl.alibi(t)), and "sink_logits".
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
+        value_dim: as attention() had it, with v=None.
         **options: as attention() had them.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
         the order of `grads`, of q's kind, each shaped as its table, or (q_heads,), in float32, or float64 beside a q of
-        float64.
+        float64. Of a pair of keys dk is a pair. With v=None, dv is None: the first columns of dk are the sum of both.
         Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads, and from
         call to call on one GPU.
 
@@ -90,6 +93,12 @@ def attention_backward(
     ((1, 2, 3, 4), 1.0)
     """
     given = Options.of(attention_backward, options)
+    if v is None or value_dim is not None or isinstance(k, (tuple, list)):
+        pair, values = latents.resolve(k, v, value_dim)
+        found = attention_backward(
+            q, latents.join(pair), values, out, lse, d_out, d_lse, grads=grads, engine=engine, **options
+        )
+        return latents.fold_gradients(found, k, v)
     return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given, engines.runs_on_gpu(q, engine))
 
 

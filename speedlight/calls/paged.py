@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import engines
+from ..arrays import latents
 from ..arrays.array import describe
 from ..arrays.layouts import check_together
 from ..arrays.memory import Array
@@ -15,7 +16,7 @@ from ..problem.block_tables import check_pages
 from ..problem.build import Stored, from_stored
 from ..problem.checks import check_flag, check_layout, packed_lengths
 from ..problem.operands import PagedKeys, Rows
-from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Ints, Options, PagedCall, PagedOptions, T
+from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Int, Ints, Options, PagedCall, PagedOptions, T
 from ..problem.prepared import CallKey, Prepared, addresses_in, prepared_calls
 from ..problem.problem import SPAN, Problem, spans_of
 from ..problem.results import results_for
@@ -51,6 +52,7 @@ def attention_paged(
     return_lse: bool = False,
     out: AnyArray | None = None,
     engine: Engine | None = None,
+    value_dim: Int | None = None,
     **options: Unpack[PagedOptions],
 ) -> Any:
     """Computes attention() over keys and values in pages of any size, as serving engines keep them (PagedAttention).
@@ -59,12 +61,13 @@ def attention_paged(
         q: (batch, q_heads, q_len, head_dim), or as `layout` says.
         k_pages: (pages, page_size, kv_heads, head_dim), of q's kind, of dtypes as for attention(). Any strides: pages
             that have heads first come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
-        v_pages: (pages, page_size, kv_heads, value_dim).
+        v_pages: (pages, page_size, kv_heads, value_dim), or None, as for attention(): then values are the keys' first
+            value_dim columns. k_pages may be a pair, too.
         block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be any ints.
         k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU,
             which nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize()
             raises it.
-        return_lse, out, engine: as for attention().
+        return_lse, out, engine, value_dim: as for attention().
         **options: as for attention(). By default a sequence's last query is at its last key, and packed queries
             ("lhd") are one for each sequence. Rows past q_lengths get out 0 and lse -inf.
 
@@ -81,6 +84,9 @@ def attention_paged(
     (2, 4, 1, 8)
     """
     given = Options.of(attention_paged, options)
+    if v_pages is None or value_dim is not None or isinstance(k_pages, (tuple, list)):
+        k_pages, v_pages = latents.resolve(k_pages, v_pages, value_dim, ("k_pages", "v_pages"))
+        k_pages = latents.join(k_pages)
     key = results = None
     on_cpu = engine is None or (type(engine) is str and engine == "cpu")
     if given.q_start is given.q_lengths is None and on_cpu and type(return_lse) is bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays import latents
 from ..arrays.array import describe, listed
 from ..arrays.dtypes import CODES
 from ..arrays.memory import Array
@@ -53,12 +54,15 @@ if TYPE_CHECKING:
 
 @public(AllOptions, leaves_graph=False)
 @standard
-def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[AllOptions]) -> Any:
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, value_dim: Any = None, **options: Unpack[AllOptions]
+) -> Any:
     """Returns the exact result of `speedlight.attention` with the same arguments should return, in float64.
 
     Args:
         q, k, v: as for `speedlight.attention`.
         return_lse: also return the log-sum-exp.
+        value_dim: as for `speedlight.attention`, with v=None.
         **options: as for `speedlight.attention`.
 
     Returns:
@@ -70,6 +74,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     np.float64(1.0)
     """
     check_flag("return_lse", return_lse)
+    k, v = latents.resolve_joined(k, v, value_dim)
     case = _case(attention, q, k, v, options)
     out, lse = case.results()
     lse[...] = -np.inf
@@ -91,6 +96,7 @@ def backward(
     d_lse: Any = None,
     *,
     grads: Any = (),
+    value_dim: Any = None,
     **options: Unpack[AllOptions],
 ) -> Any:
     """Gradients of `speedlight.attention` with the same arguments, in float64.
@@ -103,10 +109,11 @@ def backward(
         out, lse: what attention(…, return_lse=True) returned, or `merge` did. A row whose lse is -inf has no gradient.
         d_out, d_lse: what flows into them, of their shapes and dtypes; None: nothing flows into lse.
         grads: of what else: tables (sl.table) of floats that the score looks up, and "sink_logits".
+        value_dim: as for `attention`, with v=None.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v; with `grads` (dq, dk, dv, grads), a tuple of arrays shaped as the tables,
-        (q_heads,) for the sinks.
+        (q_heads,) for the sinks. Of a pair of keys dk is a pair. With v=None, dv is None: dk has the sum of both.
 
     >>> import numpy as np, speedlight as sl
     >>> x = np.ones((1, 1, 2, 4))
@@ -115,6 +122,8 @@ def backward(
     >>> dv[0, 0, :, 0].round(6).tolist()
     [1.5, 0.5]
     """
+    keys, values = k, v
+    k, v = latents.resolve_joined(k, v, value_dim)
     case = _case(backward, q, k, v, options)
     flow = Flow(case, q, (out, lse, d_out, d_lse), grads)
     dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
@@ -129,7 +138,7 @@ def backward(
                 found[table] += share
             if SINKS in found:
                 found[SINKS][int(head.env["h"])] += x.sink
-    results = tuple(case.outward(x) for x in (dq, dk, dv))
+    results = latents.fold_gradients(tuple(case.outward(x) for x in (dq, dk, dv)), keys, values)
     return (*results, tuple(found.values())) if found else results
 
 
@@ -204,6 +213,7 @@ def error_bound(
     dot: bool | str = False,
     int8: bool = False,
     tile: int | None = None,
+    value_dim: Any = None,
     **options: Unpack[AllOptions],
 ) -> Bounds:
     """Bounds how far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
@@ -217,6 +227,7 @@ def error_bound(
         int8: k and v are codes · scales of a cache of codes (int8, float8_e4m3fn), as its keys() and values() give
             them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
+        value_dim: as for `attention`, with v=None.
 
     Raises:
         ArgumentError: `proven` of the GPU engine, whose tensor cores add in an order of their own.
@@ -233,6 +244,7 @@ def error_bound(
     tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
+    k, v = latents.resolve_joined(k, v, value_dim)
     case = _case(error_bound, q, k, v, options)
     dot, precision = False if case.problem.widened else dot, options.get("precision", "ieee")
     arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)

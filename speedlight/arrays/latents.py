@@ -1,0 +1,111 @@
+"""Latent keys (multi-head latent attention, MLA): a pair of arrays, and values that are the keys' first columns."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError, shown
+from .integers import integer
+from .torch_tensors import is_tensor
+
+
+def resolve(k: Any, v: Any, value_dim: Any, names: tuple[str, str] = ("k", "v")) -> tuple[Any, Any]:
+    """Returns keys, which may be a pair, and values: the first columns of the keys where v is None.
+
+    Args:
+        k: an array, or a pair (latent, rotary): a key is a row of the first and, behind it, one of the second.
+        v: an array, or None.
+        value_dim: how many columns v has, where it is None; by default, of a pair, all of the latent's.
+        names: of k and v in messages.
+    """
+    is_pair = isinstance(k, (tuple, list))
+    if is_pair:
+        _check_pair(k, names[0])
+    latent = k[0] if is_pair else k
+    if v is not None:
+        if value_dim is not None:
+            raise ArgumentError(
+                f"value_dim: expected None beside {names[1]}, whose last dimension it is; got {shown(value_dim)}. "
+                f"Leave one of them out."
+            )
+        return (tuple(k) if is_pair else k), v
+    if value_dim is None:
+        if not is_pair:
+            raise ArgumentTypeError(
+                f"{names[1]}: expected an array; got None. Where values are the first columns of {names[0]}, give "
+                "value_dim=."
+            )
+        return tuple(k), latent
+    columns = integer("value_dim", value_dim)
+    most = latent.shape[-1] if getattr(latent, "shape", ()) else 0
+    if not 1 <= columns <= most:
+        whose = f"{names[0]}[0]" if is_pair else names[0]
+        raise ArgumentError(
+            f"value_dim: expected 1 to {most}, the last dimension of {whose}; got {columns}. Values of other columns "
+            f"are an array of their own: give {names[1]}."
+        )
+    return (tuple(k) if is_pair else k), latent[..., :columns]
+
+
+def resolve_joined(k: Any, v: Any, value_dim: Any) -> tuple[Any, Any]:
+    """Returns keys in one array, and values."""
+    if v is None or value_dim is not None or isinstance(k, (tuple, list)):
+        k, v = resolve(k, v, value_dim)
+        k = join(k)
+    return k, v
+
+
+def fold_gradients(gradients: tuple[Any, ...], k: Any, v: Any) -> tuple[Any, ...]:
+    """Returns gradients (dq, dk, dv, …) as the caller gave keys and values: of a pair a pair, and None for no values.
+
+    Without values of their own, the first columns of dk get dv added, in that order: each of the two was rounded
+    before.
+
+    Args:
+        gradients: of joined keys and of values.
+        k, v: as the caller gave them.
+    """
+    dq, dk, dv, *more = gradients
+    if v is None:
+        dk[..., : dv.shape[-1]] += dv
+        dv = None
+    if isinstance(k, (tuple, list)):
+        columns = k[0].shape[-1]
+        dk = dk[..., :columns], dk[..., columns:]
+    return dq, dk, dv, *more
+
+
+def join(k: Any) -> Any:
+    """Returns keys in one array: of a pair a copy."""
+    if not isinstance(k, tuple):
+        return k
+    if any(map(is_tensor, k)):
+        return sys.modules["torch"].cat(k, -1)
+    return np.concatenate([np.asarray(x) for x in k], -1)
+
+
+def _check_pair(k: Any, name: str) -> None:
+    """Raises unless keys are two arrays of the same tokens and dtype."""
+    if len(k) != 2:
+        raise ArgumentTypeError(
+            f"{name}: expected an array, or a pair (latent, rotary) of arrays; got a {type(k).__name__} of {len(k)}."
+        )
+    latent, rotary = k
+    for n, x in enumerate(k):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise ArgumentTypeError(
+                f"{name}: expected an array, or a pair (latent, rotary) of arrays; got {type(x).__name__} as {name}[{n}]."
+            )
+    if tuple(latent.shape[:-1]) != tuple(rotary.shape[:-1]):
+        raise ArgumentError(
+            f"{name}: expected a pair of arrays that differ in their last dimension alone; got shapes "
+            f"{tuple(latent.shape)} and {tuple(rotary.shape)}."
+        )
+    if latent.dtype != rotary.dtype or is_tensor(latent) != is_tensor(rotary):
+        raise ArgumentTypeError(
+            f"{name}: expected a pair of arrays of one kind and dtype; got {type(latent).__name__} of {latent.dtype} and "
+            f"{type(rotary).__name__} of {rotary.dtype}."
+        )
