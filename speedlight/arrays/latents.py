@@ -97,7 +97,8 @@ def _check_pair(k: Any, name: str) -> None:
     for n, x in enumerate(k):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise ArgumentTypeError(
-                f"{name}: expected an array, or a pair (latent, rotary) of arrays; got {type(x).__name__} as {name}[{n}]."
+                f"{name}: expected an array, or a pair (latent, rotary) of arrays; got {type(x).__name__} as "
+                f"{name}[{n}]."
             )
     if tuple(latent.shape[:-1]) != tuple(rotary.shape[:-1]):
         raise ArgumentError(
@@ -106,6 +107,6 @@ def _check_pair(k: Any, name: str) -> None:
         )
     if latent.dtype != rotary.dtype or is_tensor(latent) != is_tensor(rotary):
         raise ArgumentTypeError(
-            f"{name}: expected a pair of arrays of one kind and dtype; got {type(latent).__name__} of {latent.dtype} and "
-            f"{type(rotary).__name__} of {rotary.dtype}."
+            f"{name}: expected a pair of arrays of one kind and dtype; got {type(latent).__name__} of {latent.dtype} "
+            f"and {type(rotary).__name__} of {rotary.dtype}."
         )
