@@ -9,6 +9,7 @@ import numpy as np
 
 from . import engines
 from .arrays import latents
+from .arrays.latents import KeyPair
 from .arrays.torch_tensors import cast
 from .calls import dense
 from .host.forks import importing
@@ -172,9 +173,10 @@ def attention(
     )
     if v is None or value_dim is not None or type(k) is tuple or type(k) is list:
         k, v = latents.resolve(k, v, value_dim)
-        k = latents.join(k)
     torch = None if type(q) is np.ndarray else sys.modules.get("torch")
     if torch is not None and torch._C._is_any_autocast_enabled():
+        if type(k) is KeyPair:
+            k, v = k.joined()
         q, k, v = cast(q, k, v)
     return compute(q, k, v, options, return_lse, out, engine)
 
@@ -195,7 +197,11 @@ def compute(
     check_flag("return_lse", return_lse)
     torch = sys.modules.get("torch")
     # a key says that nothing was found that autograd follows
-    if key is None and torch is not None and (on_gpu or isinstance(q, torch.Tensor)):
+    is_recorded = key is None and torch is not None and (on_gpu or isinstance(q, torch.Tensor))
+    if type(k) is KeyPair and (is_recorded or on_gpu):
+        k, v = k.joined()
+        key = None
+    if is_recorded:
         with importing:
             from .autograd.attending import attend_recorded
 

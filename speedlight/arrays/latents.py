@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, shown
+from .array import describe
 from .integers import integer
+from .memory import Array
 from .torch_tensors import is_tensor
+
+_STEP = 8  # elements of a step of a sum, at most: kernels read a second part where it lies, if it begins with a step
+
+
+class KeyPair(NamedTuple):
+    """Keys in two parts, whose values are the first columns of the latent.
+
+    A key is a row of the latent and, behind it, one of the rotary part.
+    """
+
+    latent: Any
+    rotary: Any
+    value_dim: int
+
+    def joined(self) -> tuple[Any, Any]:
+        """Returns keys in one array, which is a copy, and values."""
+        return join((self.latent, self.rotary)), self.latent[..., : self.value_dim]
 
 
 def resolve(k: Any, v: Any, value_dim: Any, names: tuple[str, str] = ("k", "v")) -> tuple[Any, Any]:
-    """Returns keys, which may be a pair, and values: the first columns of the keys where v is None.
+    """Returns keys and values; a pair of keys whose values are columns of the latent is a KeyPair, and v None.
 
     Args:
-        k: an array, or a pair (latent, rotary): a key is a row of the first and, behind it, one of the second.
+        k: an array, or a pair (latent, rotary). A pair is joined, by a copy, beside values of their own, and where
+            the latent's columns are no multiple of 8.
         v: an array, or None.
         value_dim: how many columns v has, where it is None; by default, of a pair, all of the latent's.
         names: of k and v in messages.
@@ -24,37 +45,47 @@ def resolve(k: Any, v: Any, value_dim: Any, names: tuple[str, str] = ("k", "v"))
     is_pair = isinstance(k, (tuple, list))
     if is_pair:
         _check_pair(k, names[0])
-    latent = k[0] if is_pair else k
     if v is not None:
         if value_dim is not None:
             raise ArgumentError(
                 f"value_dim: expected None beside {names[1]}, whose last dimension it is; got {shown(value_dim)}. "
                 f"Leave one of them out."
             )
-        return (tuple(k) if is_pair else k), v
-    if value_dim is None:
-        if not is_pair:
-            raise ArgumentTypeError(
-                f"{names[1]}: expected an array; got None. Where values are the first columns of {names[0]}, give "
-                "value_dim=."
-            )
-        return tuple(k), latent
-    columns = integer("value_dim", value_dim)
+        return join(k), v
+    latent = k[0] if is_pair else k
     most = latent.shape[-1] if getattr(latent, "shape", ()) else 0
+    if value_dim is None and not is_pair:
+        raise ArgumentTypeError(
+            f"{names[1]}: expected an array; got None. Where values are the first columns of {names[0]}, give "
+            "value_dim=."
+        )
+    columns = most if value_dim is None else integer("value_dim", value_dim)
     if not 1 <= columns <= most:
         whose = f"{names[0]}[0]" if is_pair else names[0]
         raise ArgumentError(
             f"value_dim: expected 1 to {most}, the last dimension of {whose}; got {columns}. Values of other columns "
             f"are an array of their own: give {names[1]}."
         )
-    return (tuple(k) if is_pair else k), latent[..., :columns]
+    if is_pair and most % _STEP == 0:
+        return KeyPair(latent=k[0], rotary=k[1], value_dim=columns), None
+    return join(k), latent[..., :columns]
+
+
+def describe_keys(k: Any, v: Any, names: tuple[str, str], *, gpu: bool = False) -> tuple[Array, Array]:
+    """Reads where keys and values lie; those of a KeyPair lie in its latent."""
+    if type(k) is not KeyPair:
+        return describe(k, names[0], gpu=gpu), describe(v, names[1], gpu=gpu)
+    latent, rotary = describe(k.latent, names[0], gpu=gpu), describe(k.rotary, names[0], gpu=gpu)
+    values = replace(latent, name=names[1], shape=(*latent.shape[:-1], k.value_dim))
+    return replace(latent, rest=rotary), values
 
 
 def resolve_joined(k: Any, v: Any, value_dim: Any) -> tuple[Any, Any]:
     """Returns keys in one array, and values."""
     if v is None or value_dim is not None or isinstance(k, (tuple, list)):
         k, v = resolve(k, v, value_dim)
-        k = join(k)
+        if type(k) is KeyPair:
+            return k.joined()
     return k, v
 
 
@@ -80,10 +111,10 @@ def fold_gradients(gradients: tuple[Any, ...], k: Any, v: Any) -> tuple[Any, ...
 
 def join(k: Any) -> Any:
     """Returns keys in one array: of a pair a copy."""
-    if not isinstance(k, tuple):
+    if not isinstance(k, (tuple, list)):
         return k
     if any(map(is_tensor, k)):
-        return sys.modules["torch"].cat(k, -1)
+        return sys.modules["torch"].cat(tuple(k), -1)
     return np.concatenate([np.asarray(x) for x in k], -1)
 
 

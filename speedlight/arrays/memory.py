@@ -32,6 +32,12 @@ class Array:
     owner: Any
     device: str = "cpu"  # or cuda:0, …: then `tensor` is the array as PyTorch has it
     final: Array | None = None  # where deliver() copies it to
+    rest: Array | None = None  # of keys in two parts: the second, whose rows continue this one's
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row, those of its second part included."""
+        return self.shape[-1] + (0 if self.rest is None else self.rest.shape[-1])
 
     @property
     def tensor(self) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import engines
 from ..arrays.array import describe
+from ..arrays.latents import KeyPair, describe_keys
 from ..arrays.memory import Array
 from ..errors import Error
 from ..errors.advice import warn_if_swapped
@@ -37,7 +38,9 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
         return None, None
     cpu = engines.cpu()
     arrays = () if options.mask is options.score is None else options.arrays()
-    read = cpu.read(rows if out is None else 0, q, k, v, *arrays)
+    is_pair = type(k) is KeyPair
+    first, second = k[:2] if is_pair else (k, v)
+    read = cpu.read(rows if out is None else 0, q, first, second, *arrays)
     if read is None:
         return None, None
     layout, places = read
@@ -47,7 +50,8 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
         if read is None:
             return None, None
         into, at = read[0], addresses_in(read[1])[0]
-    key = new_key(("attention", of_options, layout, cpu.machine(), into))
+    what = ("latent", k.value_dim) if is_pair else "attention"
+    key = new_key((what, of_options, layout, cpu.machine(), into))
     prepared = prepared_calls.get(key)
     if prepared is None:
         return key, None
@@ -62,7 +66,8 @@ def attend_anew(
     a, b, c = describe_all(q, k, v, gpu=gpu)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     warn_if_swapped(options.layout, a.shape, b.shape)
-    results = results_for(a, problem, options, return_lse, out, (a, b, c))
+    inputs = (a, b, c) if b.rest is None else (a, b, b.rest)
+    results = results_for(a, problem, options, return_lse, out, inputs)
     rows = Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1])
     keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
     call = engines.of("cuda" if gpu else "cpu").attend(problem, rows, keys, results, options.precision)
@@ -88,11 +93,13 @@ def _remember(key: CallKey, call: Any, rows: Rows, keys: Dense, options: Options
             return
     if not call.keep_for(options.arrays(), axis):
         return
-    given = (rows.q, keys.k, keys.v, out.final or out)
+    given = (rows.q, keys.k, keys.v if keys.k.rest is None else keys.k.rest, out.final or out)
     prepared = Prepared(call, given=given, staged=out.final is not None)
     prepared_calls.put(key, prepared, prepared.size)
 
 
 def describe_all(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[Array]:
     """Reads where q, k and v lie."""
+    if type(k) is KeyPair:
+        return [describe(q, "q", gpu=gpu), *describe_keys(k, v, ("k", "v"), gpu=gpu)]
     return [describe(x, name, gpu=gpu) for x, name in ((q, "q"), (k, "k"), (v, "v"))]

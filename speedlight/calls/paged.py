@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .. import engines
 from ..arrays import latents
 from ..arrays.array import describe
+from ..arrays.latents import KeyPair, describe_keys
 from ..arrays.layouts import check_together
 from ..arrays.memory import Array
 from ..errors import ArgumentError, Error
@@ -86,7 +87,6 @@ def attention_paged(
     given = Options.of(attention_paged, options)
     if v_pages is None or value_dim is not None or isinstance(k_pages, (tuple, list)):
         k_pages, v_pages = latents.resolve(k_pages, v_pages, value_dim, ("k_pages", "v_pages"))
-        k_pages = latents.join(k_pages)
     key = results = None
     on_cpu = engine is None or (type(engine) is str and engine == "cpu")
     if given.q_start is given.q_lengths is None and on_cpu and type(return_lse) is bool:
@@ -96,7 +96,9 @@ def attention_paged(
     given = given.spelled()
     check_layout(given.layout)
     check_flag("return_lse", return_lse)
-    a, k, v = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
+    if type(k_pages) is KeyPair and engines.runs_on_gpu(q, engine):
+        k_pages, v_pages = k_pages.joined()
+    a, (k, v) = describe(q, "q", gpu=True), describe_keys(k_pages, v_pages, ("k_pages", "v_pages"), gpu=True)
     check_pages(k, v)
     check_together(k, v, a)
     own = engines.of("cuda" if engines.is_on_gpu(engine, a) else "cpu")
@@ -105,8 +107,8 @@ def attention_paged(
     problem, offsets = _build(a, k, v, tables.lengths, given, None if tables.on_device is None or placed else 1)
     results = results_for(a, problem, given, return_lse, out, (a, k, v))
     rows, keys = Rows(given.layout, a, results.out.strides, offsets and offsets[:-1]), PagedKeys(k, v, tables, placed)
-    call = own.attend(problem, rows, keys, results)
-    if key is not None and call.how.kind == "decode" and not placed and all(problem.q_lengths):
+    own.attend(problem, rows, keys, results)
+    if key is not None and not placed and problem.rows is None and all(problem.q_lengths):
         _remember(key, rows, keys, given, results.out)
     return results.returned()
 
@@ -118,7 +120,7 @@ def _repeat(
     results: each may be None.
     """
     of_options, cpu = options.key(), engines.cpu()
-    if of_options is None:
+    if of_options is None or type(k_pages) is KeyPair:
         return None, None
     read, into = cpu.read(0, q, k_pages, v_pages), None if out is None else cpu.read(0, out)
     if read is None or (out is not None and into is None):
@@ -173,5 +175,5 @@ def _build(
         raise ArgumentError(
             f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
         )
-    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest, keeper="k_pages")
+    stored = Stored(k.dtype, k.shape[2], k.columns, v.shape[3], lengths, shortest=shortest, keeper="k_pages")
     return from_stored(q, stored, options), offsets

@@ -204,7 +204,7 @@ _BLOCKINGS = {"fma": _FMA, "pairs": _PAIRS, "amx_tiles": _AMX_TILES, "odd_pairs"
 # Xeon waits for its third level in long problems, too: rows fetched make it 3 to 5 % faster, its AVX2 code 2 to 4.
 #                   groups  keys  cache_bytes  cache_blocks  twice  level  alone  rows
 _FETCHING = {
-    "zen4":     Fetching(2,   16,       16384,           24,  True,     2, False,    0),
+    "zen4":     Fetching(2,   16,       16384,           24,  True,     2, False,   16),
     "zen5":     Fetching(2,   16,       16384,           24,  True,     1,  True,    0),
     "intel512": Fetching(2,   16,       16384,           24, False,     2,  True,   32),
     "arm":      Fetching(2,   16,       16384,           24,  True,     1,  True,    0),

@@ -104,10 +104,11 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     widened = check_together(k, v, q)
     axes = LAYOUTS[layout]
     q_heads, q_len, head_dim = (q.shape[a] for a in axes[-3:])
-    kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])
+    kv_heads, k_len, k_dim = k.shape[axes[-3]], k.shape[axes[-2]], k.columns
     if k_dim != head_dim:
+        shapes = f"shape {k.shape}" if k.rest is None else f"shapes {k.shape} and {k.rest.shape}"
         raise ArgumentError(
-            f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, {AXES[layout]})."
+            f"k: expected head_dim {head_dim}, as q has; got {k_dim} ({shapes}, {AXES[layout]})."
             f"{of_head_dim(head_dim, k_len, layout)}"
         )
     if head_dim < 1:

@@ -32,6 +32,7 @@ class Strides(NamedTuple):
     heads_adjoin: bool = False  # a token's heads lie side by side, and tokens apart
     is_paged: bool = False
     is_cached: bool = False  # in the blocks of a cache
+    in_parts: bool = False  # keys lie in two arrays
 
 
 class Dense(NamedTuple):
@@ -47,7 +48,7 @@ class Dense(NamedTuple):
         size = DTYPES[dtype][1]
         strided = (stride_of(x.strides, self.layout, -1) != size for x in (self.k, self.v))
         head, row = (stride_of(self.k.strides, self.layout, axis) for axis in (-3, -2))
-        return Strides(*strided, heads_adjoin=0 < head < row)
+        return Strides(*strided, heads_adjoin=0 < head < row, in_parts=self.k.rest is not None)
 
 
 class PageTables(NamedTuple):

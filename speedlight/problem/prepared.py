@@ -34,7 +34,7 @@ FEW_ROWS = 16  # queries with which a call is kept for any number of keys, at mo
 class CallKey(NamedTuple):
     """Everything that a prepared call depends on. A tuple, for speed: its hash and comparison take no Python."""
 
-    call: str  # which call: "attention", "gradients", "paged", "step" …
+    call: Any  # which call: "attention", "gradients", "paged", "step", ("latent", value_dim) …
     options: Any  # by exact type and bits: Options.keyed()
     arrays: Any  # what each array is: the first part of read()
     machine: Any  # threads and vector unit, or a GPU
@@ -186,7 +186,8 @@ class Prepared:
 
         Args:
             q: the queries, as the caller has them: results are of their kind.
-            places: of q, k and v, and of the arrays of mask and score: the second part of read().
+            places: of q, k and v, and of the arrays of mask and score: the second part of read(). Of keys in two parts
+                the second is in v's place.
             seed: of dropout.
             lengths: keys of each sequence, with those that are new, where they are not as they were.
             lists: addresses of the numbers of each sequence's pages.

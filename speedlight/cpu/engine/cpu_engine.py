@@ -34,7 +34,9 @@ class CpuEngine(Engine):
     ) -> forward_call.Call:
         """Fills the results; returns the call, which can run again at other addresses. All precisions are "ieee"."""
         call = self.prepare(problem, rows, keys)
-        call.run(rows.q.address, keys.k.address, keys.v.address, results.out.address, results.lse_address)
+        rotary = None if keys.k.rest is None else (keys.k.rest.address,)
+        addresses = rows.q.address, keys.k.address, keys.v.address, results.out.address, results.lse_address
+        call.run(*addresses, rotary=rotary)
         return call
 
     def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> forward_call.Call:

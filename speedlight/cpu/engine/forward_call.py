@@ -26,7 +26,7 @@ from ...problem.results import ResultLayout
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
-from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, NUMBERS, STATE, TABLES, Item
+from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, NUMBERS, ROTARY, STATE, TABLES, Item
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Place, Words, threads_for
@@ -49,7 +49,8 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     form = ResultLayout.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
-    call = Call(problem, how, words, items, form, cached=isinstance(keys, Paged) and keys.pages.lanes)
+    cached, in_parts = isinstance(keys, Paged) and keys.pages.lanes, words.get("latent_dim", 0) > 0
+    call = Call(problem, how, words, items, form, cached=cached, in_parts=in_parts)
     call.machine = threads, isa.name
     return call
 
@@ -86,11 +87,11 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
     return how, _shape(problem, how, program_of(problem))
 
 
-def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False) -> Shape:
+def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False, in_parts: bool = False) -> Shape:
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised
-    of_call = *of_keys, *loops, dropout, widened, problem.partial
+    of_call = *of_keys, *loops, dropout, widened, in_parts, problem.partial
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
 
@@ -102,9 +103,9 @@ class Call:
 
     def __init__(
         self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout, *,
-        cached: bool,
+        cached: bool, in_parts: bool = False,
     ) -> None:  # fmt: skip
-        """form: of its results. cached: keys and values lie as in a cache."""
+        """form: of its results. cached: keys and values lie as in a cache. in_parts: keys lie in two arrays."""
         self.problem, self.how, self.items, self.result_layout, self.sinks = problem, how, items, form, _sinks(problem)
         self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
@@ -115,7 +116,7 @@ class Call:
         if "upcoming" in words:
             words["upcoming"] = threads
         self.launch = Launch(
-            _shape(problem, how, program, cached=cached),
+            _shape(problem, how, program, cached=cached, in_parts=in_parts),
             ARGUMENTS[how.kind],
             words,
             how.tickets if problem.value_dim and problem.q_heads else 0,
@@ -132,6 +133,7 @@ class Call:
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self._others: Any = (None,)  # what the last run of other lengths had
         self.put: AppendCall | None = None  # what stores new tokens of a cache first
+        self.in_parts = in_parts
         self.rows = 0  # the dimension of q's rows, where it runs for any number of keys
         self.places: tuple[Place, ...] = ()  # of the arrays in mask and score
         self.record: Any = None  # for machine code, once it runs again
@@ -172,14 +174,15 @@ class Call:
         self, q: int, k: int, v: int, out: int, lse: int, seed: int | None = None,
         lengths: Sequence[int] | None = None, lists: Sequence[int] | None = None,
         new: tuple[Kernel, Any] | None = None, state: tuple[int, int, int, int] | None = None,
-        tables: Any = None, keys: tuple[int, ...] | None = None,
+        tables: Any = None, keys: tuple[int, ...] | None = None, rotary: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         """Fills out (and lse, unless 0) at these addresses.
 
         seed: of the caller's, if given. lengths: of keys, others of no more spans; then the last query is at the last
         key. lists: of pages, as these. new: the kernel with which tasks store new tokens first (heads_alone), and its
         arguments. state: the words that a partial problem has beside the addresses (records.FORWARD). tables: as
-        Launch.tables_at() has them. keys: strides of k and v that are others: of heads, rows, columns, items.
+        Launch.tables_at() has them. keys: strides that are others, as _other_items() takes them. rotary: of keys in two
+        parts, the second's address.
         """
         more: tuple[Words, ...] = ()
         if state is not None:
@@ -190,6 +193,8 @@ class Call:
             more += ((TABLES, (ctypes.addressof(tables[0]),)),)
             if tables[1] is not None:
                 more += ((NUMBERS, (tables[1].ctypes.data,)),)
+        if rotary is not None:
+            more += ((slice(ROTARY.start, ROTARY.start + 1), rotary),)
         items_at, threads = self.items_at, 0
         if lengths is not None:
             known = self._others
@@ -222,20 +227,25 @@ class Call:
             return
         lie = array_places(places)
         q, k, v = lie[0][0], *store
-        new = tables = keys = count = None
+        new = tables = keys = count = rotary = None
         if self.put is not None:
             assert lengths is not None
             before = list(map(sub, lengths, self.put.counts))
             new = self.put.start((lie[1][0], lie[2][0], k, v), before, None if lists is None else [*lists])
-        if store == (0, 0):
+        if self.in_parts:
+            k = v = lie[1][0]
+            rotary = (lie[2][0],)
+        elif store == (0, 0):
             k, v = lie[1][0], lie[2][0]
         if self.rows:
             count = lie[1][1][self.rows]
             lengths = [count] * lie[0][1][0]
             keys = (*self._strides_of(lie[1]), *self._strides_of(lie[2]))
+            if self.in_parts:
+                keys = (*keys[:4], *keys)
         if self.places:
             tables = self.launch.tables_at(self.places, arrays, lie[3:], count)
-        self.run(q, k, v, out, lse, seed, lengths, lists, new, None, tables, keys)
+        self.run(q, k, v, out, lse, seed, lengths, lists, new, None, tables, keys, rotary)
 
     def _strides_of(self, array: tuple[int, tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the strides of heads, rows, columns and items of keys or values; 0 where one item serves all."""
@@ -244,6 +254,8 @@ class Call:
 
     def _other_items(self, lengths: list[int], lists: Sequence[int] | None, keys: tuple[int, ...] | None) -> Any:
         """Returns what a run of other lengths depends on, its items, their address, its threads and words of strides.
+
+        keys: strides of heads, rows, columns and items, of k and of v; of keys in two parts also of the second.
 
         The last are kept, for a model's next layer: 2 µs.
         """
@@ -254,14 +266,19 @@ class Call:
             lists = items[_LISTS] = [*lists]
         if keys is not None:
             strides = ((KEYS, (*keys[:3], *keys[4:7])),)
+            columns = [(_K_AT, keys[3]), (_V_AT, keys[7])]
+            if self.in_parts:
+                strides += ((slice(ROTARY.start + 1, ROTARY.stop), keys[8:11]),)
+                columns.append((_ROTARY_AT, keys[11]))
             if len(lengths) > 1:
-                items[_K_AT], items[_V_AT] = [[n * keys[x] for n in range(len(lengths))] for x in (3, 7)]
+                for column, step in columns:
+                    items[column] = [n * step for n in range(len(lengths))]
         threads = 1 if sum(lengths) < self.inline_keys else 0
         return (lengths, lists, keys), items, ctypes.addressof(items), threads, strides
 
 
-_K_LENS, _STARTS, _LISTS, _K_AT, _V_AT = (
-    slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages, ITEM.k_at, ITEM.v_at)
+_K_LENS, _STARTS, _LISTS, _K_AT, _V_AT, _ROTARY_AT = (
+    slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages, ITEM.k_at, ITEM.v_at, ITEM.rotary_at)
 )
 
 
@@ -336,7 +353,7 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
     """
     own, keys = STORAGE_BYTES[problem.storage], STORAGE_BYTES[problem.key_storage]
     of_rows, of_keys = sum(problem.q_lengths) * problem.q_heads * own, sum(problem.k_lengths) * problem.kv_heads * keys
-    if (of_rows + of_keys) * (problem.head_dim + problem.value_dim) < _KEPT * level2_bytes():
+    if how.parts > 1 or (of_rows + of_keys) * (problem.head_dim + problem.value_dim) < _KEPT * level2_bytes():
         return {}
     dense = words["page_size"] == ENDLESS
     sizes = (
@@ -383,6 +400,8 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
     else:
         blocks = -(-q_lengths * problem.group // how.block_rows)
     tickets = blocks * (problem.kv_heads // how.heads)
+    if how.kind == "forward":
+        tickets = tickets * how.parts
     if rows.first is not None:
         first, axis, lse = np.array(rows.first, np.int64), LAYOUTS[rows.layout][-2], number
     else:

@@ -35,7 +35,7 @@ class Schedule:
     words: tuple[tuple[str, int], ...]  # what the kernel's arguments say of it
     scratch_bytes: int  # of one worker
     vectors: int = 0  # of a panel, in the forward kernel
-    parts: int = 1  # of the spans of one task's kv heads, in the decode kernel
+    parts: int = 1  # tasks that share the spans of a block of queries, or of a task's kv heads
     partial_bytes: int = 0  # what those leave for the last of them
     heads: int = 1  # kv heads of one task
 
@@ -71,8 +71,16 @@ def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
     """Returns whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
     if strides.strided_keys or strides.strided_values or problem.rows is not None or problem.partial:
         return False
+    if strides.in_parts:
+        return False
     most = max(problem.q_lengths, default=0) * problem.group
-    return 0 < most <= DECODE_ROWS and problem.value_dim >= isa.lanes(problem.storage)
+    rows = DECODE_ROWS - _fills_panels(problem, isa, strides)
+    return 0 < most <= rows and problem.value_dim >= isa.lanes(problem.storage)
+
+
+def _fills_panels(problem: Problem, isa: Isa, strides: Strides) -> bool:
+    """Returns whether DECODE_ROWS rows, which fill panels, are faster there: keys are read where they lie."""
+    return not (strides.is_cached or any(_staged(problem, product_name(problem, isa), strides)[:1]))
 
 
 # --- many rows
@@ -106,9 +114,11 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
         panels = max(panels, min(most, -(-threads * _VISIT // work)))
     blocks = _blocks(rows, panel * panels) * problem.kv_heads
     side_by_side = _side_by_side(problem, _blocks(rows, panel * panels), threads)
+    state_bytes = -(-keys // SPAN) * panels * (2 + sizes.width) * sizes.row
+    parts = _parts_of_blocks(problem, blocks, state_bytes, threads, tuning.decoding)
     words = {
         "panels": panels, "side_by_side": side_by_side, "width": sizes.width, "stage_k": int(stage_keys),
-        "stage_v": int(stage_values), "panel_bytes": panel_bytes,
+        "stage_v": int(stage_values), "panel_bytes": panel_bytes, "parts": parts, "partial_bytes": state_bytes,
     }  # fmt: skip
     return Schedule(
         "forward",
@@ -117,12 +127,37 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
         problem.storage,
         panel,
         panels,
-        threads=max(1, min(threads, blocks)),
-        tickets=blocks + _blocks(_unused(problem), panel * panels) * problem.kv_heads,
+        threads=max(1, min(threads, blocks * parts)),
+        tickets=blocks * parts + _blocks(_unused(problem), panel * panels) * problem.kv_heads,
         words=_words(words, scratch | offsets),
         scratch_bytes=up(fixed + panels * panel_bytes, 4096),
         vectors=vectors,
+        parts=parts,
+        partial_bytes=state_bytes if parts > 1 else 0,
     )
+
+
+def _parts_of_blocks(problem: Problem, blocks: int, state_bytes: int, threads: int, wants: Decoding) -> int:
+    """Returns how many tasks share the spans of each of these blocks of queries: several, where blocks are few.
+
+    state_bytes: what the tasks of a block leave for the last of them.
+    """
+    tasks, enough = blocks, wants.tasks * threads
+    if threads == 1 or tasks >= threads or problem.rows is not None or problem.partial:
+        return 1
+    if blocks * state_bytes > _PARTIALS:
+        return 1
+    return _parts_of(problem, tasks, enough, threads, wants)
+
+
+def _parts_of(problem: Problem, tasks: int, enough: int, threads: int, wants: Decoding) -> int:
+    """Returns among how many tasks the spans of one are shared, so that there are `enough`, or as many as spans."""
+    spans = -(-max(problem.k_lengths, default=0) // SPAN)
+    most = -(-spans // wants.spans)
+    parts = max(1, min(most, -(-enough // max(1, tasks))))
+    if threads > MANY and parts > 1:
+        parts = min(most, -(-spans // (spans // parts)))  # alike
+    return parts
 
 
 def _panels_of_task(rows: list[int], panel: int, kv_heads: int, most: int, threads: int, tasks: tuple[int, int]) -> int:
@@ -155,6 +190,8 @@ def _side_by_side(problem: Problem, blocks: int, threads: int) -> int:
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
     """Returns whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
     elements, together, rows, *_ = PRODUCTS[product]
+    if strides.in_parts:
+        return True, True
     if rows:  # keys are tiles where they lie, if their rows are whole chunks and not far apart
         apart = together == 1 or strides.is_paged or strides.strided_keys or strides.heads_adjoin
         return apart or problem.head_dim % (elements * together) != 0, True
@@ -208,10 +245,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     wants = tuning.decoding
     together = _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
     tasks, enough = heads // together, wants.tasks * threads * (1 if threads <= MANY else 2)
-    most = -(-spans // wants.spans)
-    parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
-    if threads > MANY and parts > 1:
-        parts = min(most, -(-spans // (spans // parts)))  # alike
+    parts = _parts_of(problem, tasks, enough, threads, wants) if tasks < enough and threads > 1 else 1
     elements = PRODUCTS[product_name(problem, isa)].elements
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),

@@ -9,6 +9,7 @@ Arguments, scratch and the memory of a panel are described in memory/records.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ...problem.problem import SPAN, TILE
@@ -22,7 +23,7 @@ from .addresses import locate
 from .dropping import drop_tile
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panel_products import score_tile
-from .panel_states import clear_state, load_state, merge_states, store_panel, store_state
+from .panel_states import clear_state, copy_state, load_state, merge_states, store_panel, store_state
 from .panel_weights import softmax_tile
 from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
@@ -74,15 +75,17 @@ class _Task(PanelWork):
         self.rows = k.min(self.total - self.first, a.panels * self.s.panel)
         self.panels = (self.rows + (self.s.panel - 1)) // self.s.panel
         self.head, self.heads = head, (head * a.group, (head + 1) * a.group - 1)
+        self.several = a.parts > 1  # tasks share the spans of this block
         self.keys, self.values = self.keys_of("k", head), self.keys_of("v", head)
+        self.values_in_keys = self.are_values_in_keys()
         self.last = self.limit((self.first + self.rows - 1) // a.group)  # how many keys the last row sees
-        self.in_total = k.const(1, I1) if self.s.partial else (self.last > SPAN) | self.last.equals(0)
+        self.in_total = k.const(1, I1) if self.s.partial else (self.last > SPAN) | self.last.equals(0) | self.several
         self.follows, self.prefetch = find_prefetch(self)
 
     def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
         """Returns a ticket's kv head and its first row of queries: some heads by turns, then the next ones."""
         k, a = self.k, self.a
-        local, together = number - item.first, item.blocks * a.side_by_side
+        local, together = (number - item.first) // a.parts, item.blocks * a.side_by_side
         head = local // together * a.side_by_side + local % a.side_by_side
         block = local % together // a.side_by_side
         block = k.select(a.causal.differs(0), item.blocks - 1 - block, block)  # heaviest first
@@ -93,27 +96,64 @@ class _Task(PanelWork):
             self.take_all()
 
     def take_all(self) -> None:
-        """Takes all panels through all keys."""
+        """Takes all panels through the task's share of the spans; merges these, or leaves their states to the last of
+        the tasks that share a block.
+        """
         k, a, last = self.k, self.a, self.last
         with k.range(0, self.panels) as i:
             self.pack(Panel(self, i))
-        with self.visible_spans(k.i64(0), last, lambda: self.box(k.i64(0), self.panels)) as (span_start, span_end):
-            with k.range(0, self.panels) as i, k.when(Panel(self, i).word("high") > span_start):
-                rows = k.i64(2) if self.visibility is None else a.width + 2  # the rest is fresh to its first tile
-                clear_state(k, self.s, Panel(self, i).part("span"), rows)
-            with k.range(span_start, span_end, TILE) as start:
-                count = k.min(last - start, k.i64(TILE))
-                if self.visibility is None:
+        share, spans = k.p["number"] % a.parts, (last + (SPAN - 1)) // SPAN
+        first, end = (spans * x // a.parts for x in (share, share + 1))
+        if self.visibility is not None:  # spans that are passed by have seen nothing
+            with k.when(self.several), k.range(first, end) as span, k.range(0, self.panels) as i:
+                clear_state(k, self.s, self.left_state(span, i), a.width + 2)
+        box = functools.partial(self.box, k.i64(0), self.panels)
+        with self.visible_spans(first * SPAN, k.min(end * SPAN, last), box) as (span_start, span_end):
+            self.take_span(span_start, span_end)
+        with k.when(self.has_all()):
+            self.finish()
+
+    def take_span(self, span_start: Value, span_end: Value) -> None:
+        """Takes all panels through a span, and merges its states, or leaves them."""
+        k, a, last = self.k, self.a, self.last
+        with k.range(0, self.panels) as i, k.when(Panel(self, i).word("high") > span_start):
+            rows = k.i64(2) if self.visibility is None else a.width + 2  # the rest is fresh to its first tile
+            clear_state(k, self.s, Panel(self, i).part("span"), rows)
+        with k.range(span_start, span_end, TILE) as start:
+            count = k.min(last - start, k.i64(TILE))
+            if self.visibility is None:
+                self.tile(start, count)
+            else:
+                seen = self.seen_of(self.box(k.i64(0), self.panels), start, start + count)
+                with k.when(seen > 0):
                     self.tile(start, count)
-                else:
-                    seen = self.seen_of(self.box(k.i64(0), self.panels), start, start + count)
-                    with k.when(seen > 0):
-                        self.tile(start, count)
-            several = k.const(1, I1) if self.s.partial else last > SPAN
-            with k.when(several), k.range(0, self.panels) as i, k.when(Panel(self, i).word("high") > span_start):
+        is_merged = k.const(1, I1) if self.s.partial else last > SPAN
+        with k.when(is_merged | self.several), k.range(0, self.panels) as i:
+            panel = Panel(self, i)
+            with k.when(panel.word("high") > span_start), k.either(self.several) as (leave, merge):
+                with leave:
+                    copy_state(k, self.s, panel.part("span"), self.left_state(span_start // SPAN, i), a.value_dim + 2)
+                with merge:
+                    k.call(self.parts.merge, panel.part("total"), panel.part("span"), a.value_dim)
+
+    def left_state(self, span: Value, i: Value) -> Value:
+        """Returns where tasks that share a block leave the state of a span and panel."""
+        k, a = self.k, self.a
+        block = k.pointer(a.partials + k.p["number"] // a.parts * a.partial_bytes)
+        return k.at(block, (span * a.panels + i) * ((a.width + 2) * self.s.row_bytes))
+
+    def has_all(self) -> Value:
+        """Returns whether this task ends its block: it is alone, or comes last, and then merges all spans in order."""
+        k, a = self.k, self.a
+        is_last = k.variable(self.several ^ 1)
+        with k.when(self.several):
+            counter = k.pointer(a.arrived + k.p["number"] // a.parts * 8)
+            is_last.set((k.fetch_add(counter, 0, 1) + 1).equals(a.parts))
+            with k.when(is_last.get()), k.range(0, self.panels) as i:
                 panel = Panel(self, i)
-                k.call(self.parts.merge, panel.part("total"), panel.part("span"), a.value_dim)
-        self.finish()
+                with k.range(0, (panel.word("high") + (SPAN - 1)) // SPAN) as span:
+                    k.call(self.parts.merge, panel.part("total"), self.left_state(span, i), a.value_dim)
+        return is_last.get()
 
     def pack(self, panel: Panel) -> None:
         """Finds a panel's rows and transposes its queries."""
@@ -212,34 +252,68 @@ class _Task(PanelWork):
         if s.together > 1:  # they are read whole
             stage_k = stage_k | (count < TILE)
         with k.when(stage_k):
-            self.locate(k_places, "k", start, count)
-            k.call(self.parts.stage_keys, k_staged, k_places, a.k_row, a.k_column, count, a.head_dim, units)
+            self.stage_keys(k_staged, k_places, start, count)
         if s.cached:  # values that lie block after block are read there
             regular = self.locate(v_places, "v", start, count)
             values = k.at(k.load(PTR, v_places), s.header)
             stage_v = stage_v | regular.equals(0)
         v_row = s.step_bytes(a.v_row)  # of a cache: from a unit to the next
+        in_keys = k.const(0, I1)
+        if s.has_rows_of_numbers:
+            in_keys = stage_k & stage_v & self.values_in_keys
+            stage_v = stage_v & (in_keys ^ 1)
         with k.when(stage_v):
             if not s.cached:
                 self.locate(v_places, "v", start, count)
             many, row = (s.count_units(count), v_row) if s.cached else (count, a.v_row)
             row = s.format.offset(dim) if s.format.is_coded else row
-            k.call(self.parts.stage_values, v_staged, v_places, row, a.v_column, many, dim, dim)
+            k.call(self.parts.stage_values, v_staged, v_places, row, a.v_column, many, dim, dim, k.i64(0))
         if s.format.is_coded:
             self.stage_scales(k_places, v_places, count)
+        k_staged_row = units * s.number_bytes
         return Tile(
             start,
             count,
             k.select(stage_k, k_staged, keys),
-            k.select(stage_k, units * s.number_bytes, a.k_row),
-            k.select(stage_v, v_staged, values),
-            k.select(stage_v, dim * s.number_bytes, v_row),
+            k.select(stage_k, k_staged_row, a.k_row),
+            k.select(in_keys, k_staged, k.select(stage_v, v_staged, values)),
+            k.select(in_keys, k_staged_row, k.select(stage_v, dim * s.number_bytes, v_row)),
         )
 
+    def stage_keys(self, to: Value, places: Value, start: Value, count: Value) -> None:
+        """Copies a tile of keys to scratch: of keys in two parts, one behind the other."""
+        k, s, a = self.k, self.s, self.a
+        units = s.packed_units(a.head_dim)
+        self.locate(places, "k", start, count)
+        if not s.in_parts:
+            k.call(self.parts.stage_keys, to, places, a.k_row, a.k_column, count, a.head_dim, units, k.i64(0))
+            return
+        k.call(self.parts.stage_keys, to, places, a.k_row, a.k_column, count, a.latent_dim, units, k.i64(0))
+        self.locate(places, "rotary", start, count)
+        rest, first = a.head_dim - a.latent_dim, s.count_units(a.latent_dim)
+        k.call(self.parts.stage_keys, to, places, a.rotary_row, a.rotary_column, count, rest, units, first)
+
+    def are_values_in_keys(self) -> Value:
+        """Returns whether values are the first columns of the keys, where these lie."""
+        a, item = self.a, self.item
+        same = (a.k + item.k_at).equals(a.v + item.v_at)
+        for part in ("head", "row", "column", "page"):
+            same = same & getattr(a, f"k_{part}").equals(getattr(a, f"v_{part}"))
+        return same & (a.value_dim <= (a.latent_dim if self.s.in_parts else a.head_dim))
+
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """Finds the addresses of a tile's keys ("k") or values ("v"), and whether they are at one distance."""
+        """Finds the addresses of a tile's keys ("k"), their second part ("rotary") or values ("v").
+
+        Returns whether they are at one distance.
+        """
         k, a = self.k, self.a
-        base, page, row = (self.keys, a.k_page, a.k_row) if name == "k" else (self.values, a.v_page, a.v_row)
+        match name:
+            case "k":
+                base, page, row = self.keys, a.k_page, a.k_row
+            case "v":
+                base, page, row = self.values, a.v_page, a.v_row
+            case _:
+                base, page, row = self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
         pages = k.pointer(self.item.pages)
         return k.call(self.parts.locate, k.p["a"], places, pages, base, page, row, start, start + count)
 

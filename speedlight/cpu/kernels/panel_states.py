@@ -86,6 +86,14 @@ def clear_state(k: Function, s: Shape, state: Value, rows: Value) -> None:
             k.store(k.const(0.0, s.vector), state, row * s.row_bytes + s.lane_offset(v))
 
 
+def copy_state(k: Function, s: Shape, state: Value, to: Value, rows: Value) -> None:
+    """Copies a state of `rows` rows."""
+    with k.range(0, rows) as row:
+        for v in range(s.vectors):
+            at = row * s.row_bytes + s.lane_offset(v)
+            k.store(k.load(s.vector, state, at), to, at)
+
+
 def merge_states(module: Module, s: Shape) -> Any:
     """total ⊕ span: the first non-empty one is copied, later ones merged, empty ones skipped, lane by lane."""
     k = module.function("merge_states", prototype("total* span* width"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,11 @@ class Pages:
     v_column: int = 0
     k_item: int = 0
     v_item: int = 0
+    rotary_head: int = 0  # of keys in two parts: the second
+    rotary_page: int = 0
+    rotary_row: int = 0
+    rotary_column: int = 0
+    latent_dim: int = 0  # … and the first part's columns; 0: keys are whole
     fixed: int = ENDLESS  # entries of a list before those that are a ring
     ring: int = 1
 
@@ -51,6 +56,13 @@ class Paged(NamedTuple):
             False, keys.k.shape[1],
             k_head=k[2], k_page=k[0], k_row=k[1], k_column=k[3], v_head=v[2], v_page=v[0], v_row=v[1], v_column=v[3],
         )  # fmt: skip
+        rest = keys.k.rest
+        if rest is not None:
+            page, row, head, column = rest.strides
+            pages = replace(
+                pages, rotary_head=head, rotary_page=page, rotary_row=row, rotary_column=column,
+                latent_dim=keys.k.shape[3],
+            )  # fmt: skip
         return cls(pages, keys.tables.addresses())
 
     def strides(self, dtype: str) -> Strides:
@@ -58,7 +70,8 @@ class Paged(NamedTuple):
         pages, size = self.pages, DTYPES[dtype][1]
         strided = (not pages.lanes and x != size for x in (pages.k_column, pages.v_column))
         adjoin = not pages.lanes and 0 < pages.k_head < pages.k_row
-        return Strides(*strided, heads_adjoin=adjoin, is_paged=True, is_cached=pages.lanes)
+        in_parts = pages.latent_dim > 0
+        return Strides(*strided, heads_adjoin=adjoin, is_paged=True, is_cached=pages.lanes, in_parts=in_parts)
 
 
 def words_of_keys(keys: Dense | Paged) -> dict[str, int]:
@@ -67,9 +80,13 @@ def words_of_keys(keys: Dense | Paged) -> dict[str, int]:
         words = {"page_size": ENDLESS, "page_fixed": ENDLESS, "page_ring": 1}
         for name, x in (("k", keys.k), ("v", keys.v)):
             words |= steps(name, x.strides, keys.layout)
+        if keys.k.rest is not None:
+            words |= steps("rotary", keys.k.rest.strides, keys.layout) | {"latent_dim": keys.k.shape[-1]}
         return words
     pages = keys.pages
-    names = ("k_head", "k_row", "k_column", "v_head", "v_row", "v_column", "k_page", "v_page")
+    names = ["k_head", "k_row", "k_column", "v_head", "v_row", "v_column", "k_page", "v_page"]
+    if pages.latent_dim:
+        names += ["rotary_head", "rotary_row", "rotary_column", "rotary_page", "latent_dim"]
     words = {name: getattr(pages, name) for name in names}
     return words | {"page_size": pages.size, "page_fixed": pages.fixed, "page_ring": pages.ring}
 
@@ -80,14 +97,15 @@ def columns_of_keys(keys: Dense | Paged, batch: int) -> dict[str, Any]:
     if isinstance(keys, Paged):
         pages = keys.pages
         lists = np.array(keys.lists, np.int64)
-        return {"k_at": index * pages.k_item, "v_at": index * pages.v_item, "pages": lists}
+        return {"k_at": index * pages.k_item, "v_at": index * pages.v_item, "rotary_at": index * 0, "pages": lists}
     lists = np.full(batch, _NO_PAGES.ctypes.data, np.int64)
+    arrays = (keys.k, keys.v, keys.k if keys.k.rest is None else keys.k.rest)
     if keys.first is None:
-        k, v = (step_of_items(x, keys.layout) for x in (keys.k, keys.v))
+        k, v, rotary = (step_of_items(x, keys.layout) for x in arrays)
     else:
         index = np.array(keys.first, np.int64)
-        k, v = (stride_of(x.strides, keys.layout, -2) for x in (keys.k, keys.v))
-    return {"k_at": index * k, "v_at": index * v, "pages": lists}
+        k, v, rotary = (stride_of(x.strides, keys.layout, -2) for x in arrays)
+    return {"k_at": index * k, "v_at": index * v, "rotary_at": index * rotary, "pages": lists}
 
 
 def steps(name: str, strides: tuple[int, ...], layout: str) -> dict[str, int]:

@@ -47,11 +47,12 @@ class Item(NamedTuple):
     q_len: Any
     k_len: Any
     start: Any  # position of the first query, less that of the first key
-    q_at: Any  # bytes from the address in the arguments, likewise the next four
+    q_at: Any  # bytes from the address in the arguments, likewise the next five
     k_at: Any
     v_at: Any
     out_at: Any
     lse_at: Any
+    rotary_at: Any  # of the second part of keys
     index: Any  # in the batch; -1: rows without a query
     pages: Any  # address of its list of pages
 
@@ -343,14 +344,19 @@ def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[
 
 FORWARD = Record(
     *_COMMON, "panels", "side_by_side", "width", "stage_k", "stage_v", "panel_bytes",
+    # tasks that share a block of queries, each with some of its spans; bytes of what they leave for the last of them
+    "parts", "partial_bytes",
     *(f"at_{name}" for name in (*FORWARD_SCRATCH, *PANEL)),
     # of the task that a thread will probably run next: tickets on, 0 if nothing is fetched for it; cache lines of a row
     # of q, out, k and v; positions, and keys, that are fetched with each group of keys
     "upcoming", "q_lines", "out_lines", "k_lines", "v_lines", "next_positions", "next_keys",
+    # of keys in two parts: where the second lies, and how wide the first is
+    "rotary", "rotary_head", "rotary_row", "rotary_column", "rotary_page", "latent_dim",
     # of a partial problem: accumulators, laid as out is; [rows, 2] of running_max and running_sum, laid as lse is; and
     # whether rows begin here, with nothing, and end here, in out and lse
     "accumulators", "sums", "begins", "ends",
 )  # fmt: skip
+ROTARY = slice(FORWARD.word("rotary"), FORWARD.word("rotary_column") + 1)  # new for each call, as CALL
 STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for each call, as CALL
 # put, new: a function that stores a task's new tokens before they are read, or 0, and the address of its arguments
 DECODE = Record(

@@ -34,13 +34,15 @@ class Shape:
     own_tiles: RegisterTiles | None = None  # None: those that ship for the unit
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
+    in_parts: bool = False  # keys lie in two arrays, one behind the other
     partial: bool = False  # of some of the keys: rows go on from a state; what flows adds to sums that are there
 
     @property
     def stem(self) -> str:
         """The readable part of the kernel's name."""
         types = self.storage if self.widened is None else f"{self.storage}_{self.widened}"
-        name = f"{self.kind}{'_partial' * self.partial}{'_dropout' * self.dropout}_{types}_{self.isa.name}"
+        marks = f"{'_partial' * self.partial}{'_dropout' * self.dropout}{'_in_parts' * self.in_parts}"
+        name = f"{self.kind}{marks}_{types}_{self.isa.name}"
         return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
 
     @property
@@ -74,6 +76,11 @@ class Shape:
     def hides(self) -> bool:
         """Has a mask or score that may show keys behind hidden ones."""
         return self.program is not None and self.program.may_hide
+
+    @property
+    def has_rows_of_numbers(self) -> bool:
+        """Has staged keys whose rows are as staged values' are: numbers side by side."""
+        return self.elements == 1 and not self.cached
 
     @property
     def has_narrow_tail(self) -> bool:

@@ -85,16 +85,17 @@ class OddPairs(PairUnits, OuterProduct):
         """Stages keys from rows of any stride; keys past the end repeat the last."""
         s, k = self.s, module.function("stage_rows", prototype(TILE_WORDS))
         p, filled = k.p, s.count_units(k.p["length"])
+        before = p["first"] if s.in_parts else k.i64(0)
         end = k.select(p["column"].equals(s.storage_bytes), p["length"] // 8 * 4, k.i64(0))
         with k.range(0, p["count"], ROWS) as j:
-            block = k.at(p["tile"], j * p["units"] * s.number_bytes)
+            block = k.at(p["tile"], j * p["units"] * s.number_bytes + before * (_STEP // 2))
             rows = [k.load(PTR, p["places"], k.min(j + m, p["count"] - 1) * 8) for m in range(ROWS)]
             with k.range(0, end, 4) as t:
                 for m in range(0, ROWS, 2):
                     both = [k.load(_WORDS, rows[m + i], t * 4) for i in (0, 1)]
                     for quad, half in enumerate(_HALF):
                         k.store(k.shuffle(both[0], both[1], half), block, t * (_STEP // 2) + quad * _STEP + m * _QUAD)
-            with k.range(end, p["units"]) as t:
+            with k.range(end, p["units"] - before) as t:
                 to = k.at(block, self.step_offset(k, t, p["units"]))
                 for m, row in enumerate(rows):
                     x = k.variable(k.const(0, I32))

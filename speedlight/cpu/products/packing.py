@@ -61,7 +61,8 @@ def each_unit(k: Function, count: Value, body: Callable[..., None], *, unrolled:
             body(t)
 
 
-TILE_WORDS = "tile* places* row column count length units"
+# `first`: of a part of keys, how many units the part before has; else 0
+TILE_WORDS = "tile* places* row column count length units first"
 
 
 def stage_rows(product: UnitLoader, module: Module) -> Any:
@@ -75,11 +76,11 @@ def stage_rows(product: UnitLoader, module: Module) -> Any:
     whole = p["length"] // s.lanes * s.lanes if in_units else s.whole_units(p["length"])
     end = whole if s.cached else k.select(p["column"].equals(s.key_bytes), whole, k.i64(0))
     together = s.piece // s.elements if s.cached else s.piece
-    filled = filled_units(k, s, p["length"])
+    filled, first = filled_units(k, s, p["length"]), p["first"] if s.in_parts else k.i64(0)
     with k.range(0, p["count"]) as j:
         source = k.load(PTR, p["places"], j // together * 8)
         source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
-        target = k.at(p["tile"], j * p["units"] * s.number_bytes)
+        target = k.at(p["tile"], (j * p["units"] + first) * s.number_bytes)
         with k.range(0, end, s.lanes) as t:
             k.store(product.load_units(k, source, t, stored=True), target, t * s.number_bytes)
         with k.range(end, filled) as t:
@@ -88,19 +89,19 @@ def stage_rows(product: UnitLoader, module: Module) -> Any:
             else:
                 column = k.i64(s.stored_bytes) if s.cached else p["column"]
                 k.store(product.load_unit(k, source, t, column, p["length"], stored=True), target, t * s.number_bytes)
-        fill_units(k, s, target, filled)
+        fill_units(k, s, target, filled, first)
     return k.finish()
 
 
 def filled_units(k: Function, s: Shape, length: Value) -> Value:
     """Counts the units of a row that have elements, of so many."""
-    return k.p["units"] if s.packed == 1 else s.count_units(length)
+    return k.p["units"] if s.packed == 1 and not s.in_parts else s.count_units(length)
 
 
-def fill_units(k: Function, s: Shape, row: Value, first: Value) -> None:
-    """Stores zeros in the rest of the units that lie together."""
+def fill_units(k: Function, s: Shape, row: Value, filled: Value, before: Value | int = 0) -> None:
+    """Stores zeros in the rest of the units that lie together; `before`: units that lie before this row."""
     if s.packed > 1:
-        with k.range(first, k.p["units"]) as t:
+        with k.range(filled, k.p["units"] - before) as t:
             k.store(k.const(0, s.unit), row, t * s.number_bytes)
 
 

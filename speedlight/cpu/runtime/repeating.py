@@ -180,7 +180,7 @@ def record_of(call: Any) -> Record | None:
     launch, put = call.launch, call.put
     if functions().run is None or launch.seconds >= launch.region_seconds or not launch.tickets:
         return None
-    if any([place.is_copied for place in call.places]) or len(call.places) > len(TABLED):
+    if call.in_parts or any([place.is_copied for place in call.places]) or len(call.places) > len(TABLED):
         return None
     if put is not None and not (put.within or put.launch.inline):
         return None
