@@ -46,7 +46,10 @@ class Dense(NamedTuple):
     def strides(self, dtype: str) -> Strides:
         """Returns what a schedule depends on."""
         size = DTYPES[dtype][1]
-        strided = (stride_of(x.strides, self.layout, -1) != size for x in (self.k, self.v))
+        columns = [stride_of(x.strides, self.layout, -1) for x in (self.k, self.v)]
+        if self.k.rest is not None and stride_of(self.k.rest.strides, self.layout, -1) != size:
+            columns[0] = 0
+        strided = (column != size for column in columns)
         head, row = (stride_of(self.k.strides, self.layout, axis) for axis in (-3, -2))
         return Strides(*strided, heads_adjoin=0 < head < row, in_parts=self.k.rest is not None)
 

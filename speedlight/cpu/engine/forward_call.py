@@ -91,7 +91,7 @@ def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = Fals
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised
-    of_call = *of_keys, *loops, dropout, widened, in_parts, problem.partial
+    of_call = *of_keys, *loops, dropout, widened, in_parts, how.scattered, problem.partial
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
 

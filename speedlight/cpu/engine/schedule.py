@@ -38,6 +38,7 @@ class Schedule:
     parts: int = 1  # tasks that share the spans of a block of queries, or of a task's kv heads
     partial_bytes: int = 0  # what those leave for the last of them
     heads: int = 1  # kv heads of one task
+    scattered: bool = False  # the forward kernel reads rows of pages where they lie
 
     @property
     def block_rows(self) -> int:
@@ -134,7 +135,16 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
         vectors=vectors,
         parts=parts,
         partial_bytes=state_bytes if parts > 1 else 0,
+        scattered=_reads_pages(problem, product, strides),
     )
+
+
+def _reads_pages(problem: Problem, product: str, strides: Strides) -> bool:
+    """Returns whether rows of pages are read where they lie, by a list of their addresses."""
+    if not strides.is_paged or PRODUCTS[product].rows:
+        return False
+    apart = strides.is_cached or strides.in_parts or strides.strided_values
+    return not (apart or _staged(problem, product, strides._replace(is_paged=False))[0])
 
 
 def _parts_of_blocks(problem: Problem, blocks: int, state_bytes: int, threads: int, wants: Decoding) -> int:
@@ -190,16 +200,15 @@ def _side_by_side(problem: Problem, blocks: int, threads: int) -> int:
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
     """Returns whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
     elements, together, rows, *_ = PRODUCTS[product]
-    if strides.in_parts:
-        return True, True
     if rows:  # keys are tiles where they lie, if their rows are whole chunks and not far apart
-        apart = together == 1 or strides.is_paged or strides.strided_keys or strides.heads_adjoin
+        apart = together == 1 or strides.in_parts or strides.is_paged or strides.strided_keys or strides.heads_adjoin
         return apart or problem.head_dim % (elements * together) != 0, True
     paired = elements > 1
     direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
-    keys = strides.is_paged or not direct or strides.strided_keys or problem.head_dim % elements != 0
-    values = not direct or strides.strided_values or (not strides.is_cached and (paired or strides.is_paged))
-    return keys, values
+    keys = not direct or strides.strided_keys or problem.head_dim % elements != 0
+    values = not direct or strides.strided_values or (not strides.is_cached and paired)
+    together = strides.is_paged and (keys or strides.in_parts)  # staged, or read where they lie
+    return keys or together, values or together
 
 
 def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:

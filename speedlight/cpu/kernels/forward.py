@@ -257,7 +257,14 @@ class _Task(PanelWork):
             regular = self.locate(v_places, "v", start, count)
             values = k.at(k.load(PTR, v_places), s.header)
             stage_v = stage_v | regular.equals(0)
-        v_row = s.step_bytes(a.v_row)  # of a cache: from a unit to the next
+        v_row, k_row = s.step_bytes(a.v_row), a.k_row  # of a cache's values: from a unit to the next
+        if s.scattered:
+            ahead = k.min(start + count + s.fetching.rows, self.item.k_len) - start
+            self.locate(k_places, "k", start, ahead)
+            keys, k_row = k_places, k.i64(8)
+            if s.scatters_values:
+                self.locate(v_places, "v", start, ahead)
+                values, v_row = v_places, k.i64(8)
         in_keys = k.const(0, I1)
         if s.has_rows_of_numbers:
             in_keys = stage_k & stage_v & self.values_in_keys
@@ -275,10 +282,19 @@ class _Task(PanelWork):
             start,
             count,
             k.select(stage_k, k_staged, keys),
-            k.select(stage_k, k_staged_row, a.k_row),
+            k.select(stage_k, k_staged_row, k_row),
             k.select(in_keys, k_staged, k.select(stage_v, v_staged, values)),
             k.select(in_keys, k_staged_row, k.select(stage_v, dim * s.number_bytes, v_row)),
+            self.rest_of_keys(k_staged, stage_k, start) if s.reads_parts else None,
         )
+
+    def rest_of_keys(self, staged: Value, is_staged: Value, start: Value) -> tuple[Value, Value]:
+        """Returns where the second part of a tile's keys lies, and its row: in the joined rows, if these are staged."""
+        k, s, a = self.k, self.s, self.a
+        joined = k.at(staged, s.count_units(a.latent_dim) * s.number_bytes)
+        there = k.at(self.keys_of("rotary", self.head), start * a.rotary_row)
+        row = k.select(is_staged, s.packed_units(a.head_dim) * s.number_bytes, a.rotary_row)
+        return k.select(is_staged, joined, there), row
 
     def stage_keys(self, to: Value, places: Value, start: Value, count: Value) -> None:
         """Copies a tile of keys to scratch: of keys in two parts, one behind the other."""
@@ -351,7 +367,11 @@ class _Task(PanelWork):
         # keys that any but the last vector of queries sees
         wide = k.max(k.load(I64, limits, (s.panel - s.lanes - 1) * 8) - start, k.i64(0)) if s.has_narrow_tail else high
         arguments = (panel.part("queries"), keys, tile.k_row, high, s.packed_units(a.head_dim), check, self.fetch)
-        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1])
+        rest = []
+        if tile.rest is not None:
+            at, row = tile.rest
+            rest = [k.at(at, first * row), row, s.count_units(a.latent_dim)]
+        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1], *rest)
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
             where = (position, start, high, self.item.index, masked, full, self.fetch)

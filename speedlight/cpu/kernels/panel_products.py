@@ -35,9 +35,10 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     check holds every lane's largest score, the sum (finite only if all scores are), and the smallest; where a score
     function follows, that says so of what it makes of them. What is written past n_keys nothing reads. Keys from
     `wide` on are seen by the last vector of queries alone (`causal`): the others' scores of these are whatever lay
-    there, which softmax_tile hides.
+    there, which softmax_tile hides. Of keys in two parts, units from `rest_unit` on are the second's, in `rest`.
     """
-    k = module.function("score_tile", prototype(_SCORE + " scales*" * s.format.is_coded))
+    more = " scales*" * s.format.is_coded + " rest* rest_row rest_unit" * s.reads_parts
+    k = module.function("score_tile", prototype(_SCORE + more))
     product = product_of(s)
     checks = _Checks(k, s) if s.program is None or s.program.score is None else None
 

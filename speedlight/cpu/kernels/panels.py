@@ -42,6 +42,7 @@ class Tile(NamedTuple):
     k_row: Value
     values: Value
     v_row: Value  # from a unit of values to the next
+    rest: tuple[Value, Value] | None = None  # of keys in two parts: where the second lies, and its row
 
 
 class PanelWork(Work):

@@ -35,6 +35,7 @@ class Shape:
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
     in_parts: bool = False  # keys lie in two arrays, one behind the other
+    scattered: bool = False  # rows of keys, and of values that are not staged, are read by a list of their addresses
     partial: bool = False  # of some of the keys: rows go on from a state; what flows adds to sums that are there
 
     @property
@@ -76,6 +77,16 @@ class Shape:
     def hides(self) -> bool:
         """Has a mask or score that may show keys behind hidden ones."""
         return self.program is not None and self.program.may_hide
+
+    @property
+    def scatters_values(self) -> bool:
+        """Has values that are read by a list of addresses; units of several keys are staged."""
+        return self.scattered and self.elements == 1
+
+    @property
+    def reads_parts(self) -> bool:
+        """Reads keys in two parts where they lie, unless they are staged; tiles are always staged."""
+        return self.in_parts and self.together == 1
 
     @property
     def has_rows_of_numbers(self) -> bool:

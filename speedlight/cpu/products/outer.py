@@ -9,6 +9,7 @@ A lane is a query; everything of a panel lies lane-contiguous (kernels/panel_pro
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..language.prototypes import prototype
-from ..language.vector import F32, Function, Module, Value, Variable, vec
+from ..language.vector import F32, PTR, Function, Module, Value, Variable, vec
 from ..memory.shape import Shape
 from .packing import KeyRun
 
@@ -250,16 +251,16 @@ class OuterProduct(ABC):
 
         def group(column: Value, offsets: Sequence[Value | int]) -> None:
             """Columns from `column` on, at these bytes from it."""
-            values, total = k.at(p["values"], column * s.number_bytes), new_sums(k, s, s.rows)
+            values, total = self.values_of(k, column), new_sums(k, s, s.rows)
             if s.hides:
                 with k.when(p["first"] > 0):
                     start_sums(k, s, total, p["partial"], column, k.i64(s.row_bytes))
 
             def step(j: Value) -> None:
                 weights = load_panel_row(k, s, p["weights"], j, range(s.vectors))
-                row = k.at(values, j * p["value_row"])
+                row = values(j, 0)
                 if s.fetching.rows:
-                    k.prefetch(k.at(row, p["value_row"] * s.fetching.rows))
+                    k.prefetch(values(j, s.fetching.rows))
                 add_outer(self, k, total, spread_columns(k, s, row, offsets), [weights])
 
             k.unrolled(p["first"], p["end"], step)
@@ -271,6 +272,15 @@ class OuterProduct(ABC):
         with k.when(whole < p["width"]):
             group(whole, [(k.min(whole + m, last) - whole) * s.number_bytes for m in range(s.rows)])
         return k.finish()
+
+    def values_of(self, k: Function, column: Value) -> Callable[[Value, int], Value]:
+        """Returns where a step's values lie from a column on: a function of the step, and of how many steps later."""
+        s, row = self.s, k.p["value_row"]
+        offset = self.column_offset(k, column)
+        if s.scatters_values:
+            return lambda j, later: k.at(k.load(PTR, k.p["values"], (j + later) * row), offset)
+        values = k.at(k.p["values"], offset)
+        return lambda j, later: k.at(k.at(values, self.step_offset(k, j, row)), row * later)
 
     def predicated_tile(self, module: Module) -> Any:
         """value_tile over steps that some lanes do not see: a lane whose weight is -0 keeps its sum, whatever the value
@@ -290,6 +300,7 @@ class OuterProduct(ABC):
         begin_row = k.select(fresh, k.i64(0), k.i64(s.row_bytes))
 
         def group(column: Value) -> None:
+            values = self.values_of(k, k.i64(0))
             offsets = [self.column_offset(k, k.min(column + m, last)) for m in range(rows)]
             total = new_sums(k, s, rows)
             start_sums(k, s, total, begin, column, begin_row)
@@ -297,7 +308,7 @@ class OuterProduct(ABC):
             def step(j: Value, vectors: range) -> None:
                 weights = load_panel_row(k, s, p["weights"], j, vectors)
                 seen = [self.seen_lanes(k, w) for w in weights]
-                row = k.at(p["values"], self.step_offset(k, j, p["value_row"]))
+                row = values(j, 0)
                 sums = [x[vectors.start :] for x in total]
                 add_outer(self, k, sums, spread_columns(k, s, row, offsets), [weights], seen)
 
@@ -411,31 +422,56 @@ def score(
 
     `rows`: of keys. run(step) takes the step through all units, and may fetch memory meanwhile.
     """
+    total = new_sums(k, product.s, len(rows), len(vectors))
+    add_score(product, k, panel, rows, vectors, run, total)
+    return total
+
+
+def add_score(
+    product: OuterProduct,
+    k: Function,
+    panel: Value,
+    rows: list[Value],
+    vectors: Sequence[int],
+    run: Callable[[Step], None],
+    total: Sums,
+) -> None:
+    """Adds units to the scores of a register tile, as score() has them."""
     s = product.s
-    total = new_sums(k, s, len(rows), len(vectors))
 
     def step(t: Value, count: int = 1) -> None:
         queries = [load_panel_row(k, s, panel, t + i, vectors) for i in range(count)]
         add_outer(product, k, total, (spread(k, s, row, t * s.number_bytes, count) for row in rows), queries)
 
     run(step)
-    return total
 
 
 def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) -> list[list[Value]]:
     """Stores the scores of a group of keys, from key j on; returns them, [vector][key]."""
     s, p = product.s, k.p
     last = p["n_keys"] - 1
-    rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
+    rows = [key_row(k, s, k.min(j + m, last)) for m in range(s.rows)]
+    end = p["rest_unit"] if s.reads_parts else p["units"]
 
     def run(step: Step) -> None:
         if s.fetching.rows:
-            run_fetching(k, s, j + s.rows, step)
+            run_fetching(k, s, j + s.rows, end, step)
         else:
-            take_steps(k, s, 0, p["units"], step)
+            take_steps(k, s, 0, end, step)
 
     total = score(product, k, p["q_panel"], rows, vectors, run)
+    if s.reads_parts:
+        # such that the second part's first unit is number rest_unit of its row, too
+        rest = k.at(p["rest"], -(p["rest_unit"] * s.number_bytes))
+        rows = [k.at(rest, k.min(j + m, last) * p["rest_row"]) for m in range(s.rows)]
+        add_score(product, k, p["q_panel"], rows, vectors, functools.partial(take_steps, k, s, end, p["units"]), total)
     return [_stored_scores(k, s, j, v, [row[i].get() for row in total]) for i, v in enumerate(vectors)]
+
+
+def key_row(k: Function, s: Shape, j: Value) -> Value:
+    """Returns where a tile's row j of keys lies. In a list of addresses there may be any past the last key."""
+    at = k.at(k.p["keys"], j * k.p["key_row"])
+    return k.load(PTR, at) if s.scattered else at
 
 
 def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> list[Value]:
@@ -450,17 +486,19 @@ def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> l
     return x
 
 
-def run_fetching(k: Function, s: Shape, j: Value, step: Step) -> None:
-    """Takes all steps of a register tile. Meanwhile keys from j on are fetched, a row in each of so many parts of the
-    sum: a line for every two steps, as more at once would fill the places of misses.
+def run_fetching(k: Function, s: Shape, j: Value, end: Value, step: Step) -> None:
+    """Takes steps [0, end) of a register tile, and fetches keys from j on meanwhile.
+
+    A row is fetched in each of so many parts of the sum: a line for every two steps, as more at once would fill the
+    places of misses.
     """
-    ahead, part = k.at(k.p["keys"], j * k.p["key_row"]), k.p["units"] // s.rows & -2
+    part = end // s.rows & -2
     with k.range(0, s.rows) as m:
-        row = k.at(ahead, m * k.p["key_row"])
+        row = key_row(k, s, j + m)
         with k.range(0, part, 2) as t:
             k.prefetch(k.at(row, t * (s.rows * s.number_bytes)))
             take_two(s, step, m * part + t)
-    with k.range(part * s.rows, k.p["units"]) as t:
+    with k.range(part * s.rows, end) as t:
         step(t)
 
 

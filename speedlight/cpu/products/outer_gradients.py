@@ -47,7 +47,7 @@ def product_tile(product: OuterProduct, module: Module) -> Any:
         rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
 
         def run(step: Step, j: Value = j) -> None:
-            run_fetching(k, s, j + s.rows, step)  # 1.1 times as fast from the third-level cache
+            run_fetching(k, s, j + s.rows, p["units"], step)  # 1.1 times as fast from the third-level cache
 
         total = score(product, k, p["panel"], rows, range(s.vectors), run)
         for v in range(s.vectors):
