@@ -37,9 +37,16 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
         return None, None
     cpu = engines.cpu()
     arrays = () if options.mask is options.score is None else options.arrays()
-    read = cpu.read(rows if out is None else 0, q, k, v, *arrays)
-    if read is None:
-        return None, None
+    machine = cpu.machine()
+    seed: Any = options.seed if options.dropout else 0
+    if out is None and not return_lse:
+        read = cpu.repeat("attention", of_options, machine, None, seed, None, None, None, rows, q, k, v, *arrays)
+        if type(read) is not tuple:  # the result
+            return None, read
+    else:
+        read = cpu.read(rows if out is None else 0, q, k, v, *arrays)
+        if read is None:
+            return None, None
     layout, places = read
     into, at = None, 0
     if out is not None:
@@ -47,11 +54,10 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
         if read is None:
             return None, None
         into, at = read[0], addresses_in(read[1])[0]
-    key = new_key(("attention", of_options, layout, cpu.machine(), into))
+    key = new_key(("attention", of_options, layout, machine, into))
     prepared = prepared_calls.get(key)
     if prepared is None:
         return key, None
-    seed: Any = options.seed if options.dropout else 0
     return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays, out=out, at=at)
 
 

@@ -199,10 +199,7 @@ class Prepared:
         is_alike = call.result_layout.alike and type(q) is not np.ndarray
         if is_alike and record is not None and not return_lse and out is None:
             # machine code makes a tensor like q itself
-            given = record.address, places, *store, q, 0, 0, seed, lengths, lists
-            made = record.run(*given, 0)
-            if made is None and record.threads > 1:
-                made = record.run(*given, record.team(record.threads))
+            made = record.run(record.address, places, *store, q, 0, 0, seed, lengths, lists)
             if made is not None and made is not False:
                 return made
         if out is not None and not self._is_apart(out, [*addresses_in(places)[:3], at]):
