@@ -30,6 +30,7 @@ from .problem.options import (
     Window,
     new_options,
     padded_alike,
+    usual_options,
 )
 from .problem.signatures import public
 
@@ -148,24 +149,37 @@ def attention(
     """
     if lengths is not None:
         q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-    options = new_options(
-        mask=mask,
-        score=score,
-        sink_logits=sink_logits,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        causal=causal,
-        window=window,
-        q_start=q_start,
-        layout=layout,
-        cu_seqlens_q=cu_seqlens_q,
-        q_lengths=q_lengths,
-        k_start=k_start,
-        cu_seqlens_k=cu_seqlens_k,
-        k_lengths=k_lengths,
-        precision=precision,
-    )
+    if (
+        mask is score is sink_logits is seed is window is q_start is None
+        and cu_seqlens_q is cu_seqlens_k is q_lengths is k_lengths is None
+        and type(causal) is bool
+        and type(layout) is type(precision) is str
+        and precision == "ieee"
+        and type(k_start) is int
+        and type(dropout) is float
+        and not (k_start or dropout)
+        and (scale is None or (type(scale) is float and scale))
+    ):
+        options = usual_options(causal, scale, layout)
+    else:
+        options = new_options(
+            mask=mask,
+            score=score,
+            sink_logits=sink_logits,
+            scale=scale,
+            dropout=dropout,
+            seed=seed,
+            causal=causal,
+            window=window,
+            q_start=q_start,
+            layout=layout,
+            cu_seqlens_q=cu_seqlens_q,
+            q_lengths=q_lengths,
+            k_start=k_start,
+            cu_seqlens_k=cu_seqlens_k,
+            k_lengths=k_lengths,
+            precision=precision,
+        )
     torch = None if type(q) is np.ndarray else sys.modules.get("torch")
     if torch is not None and torch._C._is_any_autocast_enabled():
         q, k, v = cast(q, k, v)

@@ -13,7 +13,7 @@ from ..errors.advice import warn_if_swapped
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
 from ..problem.option_keys import key_of_repeated
-from ..problem.options import Options
+from ..problem.options import Options, known_keys
 from ..problem.prepared import CallKey, Prepared, addresses_in, is_growing, new_key, prepared_calls
 from ..problem.problem import LAYOUTS, SPAN, spans_of
 from ..problem.results import results_for
@@ -32,7 +32,7 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
 
     Without a key it cannot be repeated. With a key alone it was not prepared yet, or `out` cannot be written to.
     """
-    of_options, rows = options.keyed(key_of_repeated)
+    of_options, rows = known_keys.get(id(options)) or options.keyed(key_of_repeated)
     if of_options is None or type(return_lse) is not bool:
         return None, None
     cpu = engines.cpu()

@@ -171,12 +171,11 @@ class Prepared:
         """Bytes that it keeps alive."""
         return sum([x.size for x in (self.call, self.put) if x is not None])
 
-    def fits(self, lengths: Sequence[int], new: int = 0) -> bool:
-        """Returns whether it was prepared for as many sequences of these lengths, with so many new tokens each."""
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Returns whether it was prepared for sequences of these lengths, new tokens included."""
         if self.call is None:
             return True
-        most = max(lengths) + new
-        return min(lengths) + new > 0 and self.spans // 2 * SPAN < most <= self.spans * SPAN
+        return min(lengths) > 0 and self.spans // 2 * SPAN < max(lengths) <= self.spans * SPAN
 
     def run(
         self, q: Any, places: bytes, *, return_lse: bool = False, seed: int = 0, lengths: _Ints = None,

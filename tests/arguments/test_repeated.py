@@ -27,7 +27,7 @@ import speedlight.torch
 from speedlight.calls import dense
 from speedlight.host.machine import host_isas
 from speedlight.host.memo import Memo
-from speedlight.problem.prepared import Prepared, prepared_calls
+from speedlight.problem.prepared import Prepared
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a call knows no panels
 

@@ -27,7 +27,7 @@ from ...problem.problem import SPAN, TILE, Problem, spans_of
 from ...problem.results import Results
 from ...problem.storage import Lengths, Overwritten, Storage
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
-from ...problem.windows import Ring
+from ...problem.windows import SPARE, Ring
 from ..memory.blocks import LARGE_PAGE, make_stores
 from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
@@ -74,13 +74,6 @@ class BlockStorage(Storage):
         return describe(q, "q")
 
     # --- steps
-
-    def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
-        """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
-
-        Each sequence must have as many new tokens and queries as by default. Returns None if there is no such step.
-        """
-        return self.steps.find(sequences, tensors, options)
 
     def remember_put(
         self, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int], options: Options
@@ -141,7 +134,8 @@ class CacheStorage(BlockStorage):
         self.ring = ring
         self.attends_new = shape.dtype not in CODES  # codes are to be read as the cache has them
         self.pages = self._pages()
-        self.large_from = LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1
+        self.most_new = SPARE if ring.size else capacity  # more may write over tokens that a ring promises
+        self._large_from(LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1)
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
         self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
@@ -151,7 +145,22 @@ class CacheStorage(BlockStorage):
         if tokens >= self.large_from:
             for store in (*self.keys, *self.values):
                 ask_for_large_pages(store.memory)
-            self.large_from = self.capacity + 1  # never again
+            self._large_from(self.capacity + 1)  # never again
+
+    def _large_from(self, tokens: int) -> None:
+        """Sets from how many tokens on large pages are asked for, and what a repeated step may reach before."""
+        self.large_from = tokens
+        self.limits = min(self.capacity, tokens - 1), self.most_new
+
+    def repeat_step(
+        self, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: bool, lengths: list[int]
+    ) -> tuple[Any, list[int]] | None:
+        """Runs a step that was checked with arrays like these; returns its result and the lengths after it, or None.
+
+        Each sequence must have as many new tokens and queries as by default.
+        """
+        store = self.addresses[layer]
+        return self.steps.repeat(self.batch, arrays, options, return_lse, lengths, store, self.limits)
 
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
@@ -331,6 +340,13 @@ class PoolStorage(BlockStorage):
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
+
+    def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
+        """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
+
+        Each sequence must have as many new tokens and queries as by default. Returns None if there is no such step.
+        """
+        return self.steps.find(sequences, tensors, options)
 
     # --- tables
 
