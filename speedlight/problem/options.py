@@ -206,7 +206,7 @@ class Options:
     @classmethod
     def of_step(cls, causal: bool, layout: Layout, given: Mapping[str, Any]) -> "Options":
         """Returns the options of a step of a cache or pool."""
-        return new_options(causal=causal, layout=layout, **given) if given else _STEPS[causal, layout]
+        return new_options(causal=causal, layout=layout, **given) if given else STEPS[causal, layout]
 
     def given(self) -> dict[str, Any]:
         """Returns the options that are not their defaults, by name."""
@@ -346,7 +346,7 @@ new_options: type[Options] = make_dataclass(
 OPTION_NAMES = tuple([x.name for x in fields(Options)])
 _all_but_masks = operator.attrgetter(*[x for x in OPTION_NAMES if x not in ("mask", "score")])
 PLAIN = _know(Options())  # all as by default
-_STEPS = {(x, layout): _know(Options(causal=x, layout=layout)) for x in (False, True) for layout in ("bhld", "lhd")}
+STEPS = {(x, layout): _know(Options(causal=x, layout=layout)) for x in (False, True) for layout in ("bhld", "lhd")}
 TOP_LEFT = _know(Options(causal="top-left"))  # as PyTorch's is_causal
 
 

@@ -232,15 +232,22 @@ def team_address(threads: int) -> int:
     """Returns the address of the words with which machine code runs a region of the calling thread (records.TEAM); 0
     where threads are Python's.
     """
+    most, ours, has_torch, address = _calling.team
+    if threads <= most and ours is _ours and has_torch == ("torch" in sys.modules):
+        return address
     ours = _ours or _new_threads()
     if ours is None:
         return 0
     words = getattr(_calling, "words", None)
     if words is None:
         words = _calling.words = (ctypes.c_int64 * len(TEAM.names))()
+    has_torch = "torch" in sys.modules
     openmp, clock = _team_of(ours, threads)
     words[:] = (*ours.addresses(), openmp, clock)
-    return ctypes.addressof(words)
+    address = ctypes.addressof(words)
+    if clock or not openmp:  # else threads are tried again at the next call
+        _calling.team = threads, ours, has_torch, address
+    return address
 
 
 def region_holder() -> list[object]:
@@ -327,7 +334,17 @@ class _Helper:
         kernel.entry(ctypes.addressof(words))
 
 
-_calling = threading.local()  # .threads: of its OpenMP team, at most so far; .clock: of one of them, not its own
+class _Calling(threading.local):
+    """Each thread's OpenMP team: its threads, at most so far, and the clock of one of them, not its own; what
+    team_address() said last, for how many threads, by which threads of ours, and with PyTorch or without.
+    """
+
+    threads = 1
+    clock = 0
+    team: tuple[int, Threads | None, bool, int] = (0, None, False, 0)
+
+
+_calling = _Calling()
 
 
 def _team_of(ours: Threads, threads: int) -> tuple[int, int]:
@@ -339,7 +356,7 @@ def _team_of(ours: Threads, threads: int) -> tuple[int, int]:
     openmp = _usable_openmp()
     if openmp is None:
         return 0, 0
-    if threads > getattr(_calling, "threads", 1):
+    if threads > _calling.threads:
         if not _try_threads(threads - 1):
             return openmp.parallel, 0
         _calling.clock = ours.clock_of_team(openmp.parallel, threads)
