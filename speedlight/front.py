@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -187,17 +188,25 @@ def attention(
 
 
 def compute(
-    q: Any, k: Any, v: Any, options: Options, return_lse: Any = False, out: Any = None, engine: Any = None
-) -> Any:
+    q: Any, k: Any, v: Any, options: Options, return_lse: Any = False, out: Any = None, engine: Any = None,
+    call: str = "attention", check: Callable[[], bool] | None = None,
+) -> Any:  # fmt: skip
     """Computes attention() with its options in one. Autocast casts nothing here.
 
     Repeats a prepared call; a new one goes to autograd, if that records it, or to the engine.
+
+    Args:
+        call: a name for calls that check() accepted; those of other names are not repeated.
+        check: says whether a call that is not repeated may be computed here; if not, None is returned. It must depend
+            on what arrays are and on nothing in them.
     """
     key = None
     if engine is None or (type(engine) is str and engine == "cpu"):
-        key, results = dense.repeat(q, k, v, options, return_lse, out)
+        key, results = dense.repeat(q, k, v, options, return_lse, out, call)
         if results is not None:
             return results
+    if check is not None and not check():
+        return None
     on_gpu = engines.runs_on_gpu(q, engine)
     check_flag("return_lse", return_lse)
     torch = sys.modules.get("torch")

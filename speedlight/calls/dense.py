@@ -27,10 +27,15 @@ def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any 
     return attend_anew(q, k, v, options.spelled(), return_lse, out, key, gpu)
 
 
-def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None) -> tuple[Any, Any]:
+def repeat(
+    q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, call: str = "attention"
+) -> tuple[Any, Any]:
     """Repeats a call if it was prepared before; returns its key and its results.
 
     Without a key it cannot be repeated. With a key alone it was not prepared yet, or `out` cannot be written to.
+
+    Args:
+        call: a name in the key; what was prepared by another name is not repeated.
     """
     of_options, rows = known_keys.get(id(options)) or options.keyed(key_of_repeated)
     if of_options is None or type(return_lse) is not bool:
@@ -40,7 +45,7 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
     machine = cpu.machine()
     seed: Any = options.seed if options.dropout else 0
     if out is None and not return_lse:
-        read = cpu.repeat("attention", of_options, machine, None, seed, None, None, None, rows, q, k, v, *arrays)
+        read = cpu.repeat(call, of_options, machine, None, seed, None, None, None, rows, q, k, v, *arrays)
         if type(read) is not tuple:  # the result
             return None, read
     else:
@@ -54,7 +59,7 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
         if read is None:
             return None, None
         into, at = read[0], addresses_in(read[1])[0]
-    key = new_key(("attention", of_options, layout, machine, into))
+    key = new_key((call, of_options, layout, machine, into))
     prepared = prepared_calls.get(key)
     if prepared is None:
         return key, None

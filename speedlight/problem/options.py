@@ -275,7 +275,8 @@ class Options:
         mask: Any = self.mask
         score: Any = self.score
         if not mask is score is None:
-            mask, score = key_of_mask(mask), key_of_mask(score)
+            mask = None if mask is None else key_of_mask(mask)
+            score = None if score is None else key_of_mask(score)
             if mask is ... or score is ...:
                 return None, 0
         exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
