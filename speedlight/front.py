@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -32,6 +33,7 @@ from .problem.options import (
     Window,
     new_options,
     padded_alike,
+    usual_options,
 )
 from .problem.signatures import public
 
@@ -153,24 +155,37 @@ def attention(
     """
     if lengths is not None:
         q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-    options = new_options(
-        mask=mask,
-        score=score,
-        sink_logits=sink_logits,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        causal=causal,
-        window=window,
-        q_start=q_start,
-        layout=layout,
-        cu_seqlens_q=cu_seqlens_q,
-        q_lengths=q_lengths,
-        k_start=k_start,
-        cu_seqlens_k=cu_seqlens_k,
-        k_lengths=k_lengths,
-        precision=precision,
-    )
+    if (
+        mask is score is sink_logits is seed is window is q_start is None
+        and cu_seqlens_q is cu_seqlens_k is q_lengths is k_lengths is None
+        and type(causal) is bool
+        and type(layout) is type(precision) is str
+        and precision == "ieee"
+        and type(k_start) is int
+        and type(dropout) is float
+        and not (k_start or dropout)
+        and (scale is None or (type(scale) is float and scale))
+    ):
+        options = usual_options(causal, scale, layout)
+    else:
+        options = new_options(
+            mask=mask,
+            score=score,
+            sink_logits=sink_logits,
+            scale=scale,
+            dropout=dropout,
+            seed=seed,
+            causal=causal,
+            window=window,
+            q_start=q_start,
+            layout=layout,
+            cu_seqlens_q=cu_seqlens_q,
+            q_lengths=q_lengths,
+            k_start=k_start,
+            cu_seqlens_k=cu_seqlens_k,
+            k_lengths=k_lengths,
+            precision=precision,
+        )
     if v is None or value_dim is not None or type(k) is tuple or type(k) is list:
         k, v = latents.resolve(k, v, value_dim)
     torch = None if type(q) is np.ndarray else sys.modules.get("torch")
@@ -182,17 +197,25 @@ def attention(
 
 
 def compute(
-    q: Any, k: Any, v: Any, options: Options, return_lse: Any = False, out: Any = None, engine: Any = None
-) -> Any:
+    q: Any, k: Any, v: Any, options: Options, return_lse: Any = False, out: Any = None, engine: Any = None,
+    call: str = "attention", check: Callable[[], bool] | None = None,
+) -> Any:  # fmt: skip
     """Computes attention() with its options in one. Autocast casts nothing here.
 
     Repeats a prepared call; a new one goes to autograd, if that records it, or to the engine.
+
+    Args:
+        call: a name for calls that check() accepted; those of other names are not repeated.
+        check: says whether a call that is not repeated may be computed here; if not, None is returned. It must depend
+            on what arrays are and on nothing in them.
     """
     key = None
     if engine is None or (type(engine) is str and engine == "cpu"):
-        key, results = dense.repeat(q, k, v, options, return_lse, out)
+        key, results = dense.repeat(q, k, v, options, return_lse, out, call)
         if results is not None:
             return results
+    if check is not None and not check():
+        return None
     on_gpu = engines.runs_on_gpu(q, engine)
     check_flag("return_lse", return_lse)
     torch = sys.modules.get("torch")

@@ -14,7 +14,7 @@ from ..errors.advice import warn_if_swapped
 from ..problem.build import from_arrays
 from ..problem.operands import Dense, Rows
 from ..problem.option_keys import key_of_repeated
-from ..problem.options import Options
+from ..problem.options import Options, known_keys
 from ..problem.prepared import CallKey, Prepared, addresses_in, is_growing, new_key, prepared_calls
 from ..problem.problem import LAYOUTS, SPAN, spans_of
 from ..problem.results import results_for
@@ -28,21 +28,35 @@ def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any 
     return attend_anew(q, k, v, options.spelled(), return_lse, out, key, gpu)
 
 
-def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None) -> tuple[Any, Any]:
+def repeat(
+    q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, call: Any = "attention"
+) -> tuple[Any, Any]:
     """Repeats a call if it was prepared before; returns its key and its results.
 
     Without a key it cannot be repeated. With a key alone it was not prepared yet, or `out` cannot be written to.
+
+    Args:
+        call: a name in the key; what was prepared by another name is not repeated.
     """
-    of_options, rows = options.keyed(key_of_repeated)
+    of_options, rows = known_keys.get(id(options)) or options.keyed(key_of_repeated)
     if of_options is None or type(return_lse) is not bool:
         return None, None
     cpu = engines.cpu()
     arrays = () if options.mask is options.score is None else options.arrays()
-    is_pair = type(k) is KeyPair
-    first, second = k[:2] if is_pair else (k, v)
-    read = cpu.read(rows if out is None else 0, q, first, second, *arrays)
-    if read is None:
-        return None, None
+    first, second = k, v
+    if type(k) is KeyPair:
+        first, second = k[:2]
+        call = call, k.value_dim
+    machine = cpu.machine()
+    seed: Any = options.seed if options.dropout else 0
+    if out is None and not return_lse:
+        read = cpu.repeat(call, of_options, machine, None, seed, None, None, None, rows, q, first, second, *arrays)
+        if type(read) is not tuple:  # the result
+            return None, read
+    else:
+        read = cpu.read(rows if out is None else 0, q, first, second, *arrays)
+        if read is None:
+            return None, None
     layout, places = read
     into, at = None, 0
     if out is not None:
@@ -50,12 +64,10 @@ def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any =
         if read is None:
             return None, None
         into, at = read[0], addresses_in(read[1])[0]
-    what = ("latent", k.value_dim) if is_pair else "attention"
-    key = new_key((what, of_options, layout, cpu.machine(), into))
+    key = new_key((call, of_options, layout, machine, into))
     prepared = prepared_calls.get(key)
     if prepared is None:
         return key, None
-    seed: Any = options.seed if options.dropout else 0
     return key, prepared.run(q, places, return_lse=return_lse, seed=seed, arrays=arrays, out=out, at=at)
 
 

@@ -5,6 +5,7 @@ Lengths, claims, rollback and files are here, for every device; an engine's stor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -25,7 +26,7 @@ from ..problem.checks import (
     new_totals,
     window_size,
 )
-from ..problem.options import PLAIN, AnyArray, ArrayOf, Dtype, DtypeName, Ints, Options, StepCall, StepOptions, T
+from ..problem.options import PLAIN, STEPS, AnyArray, ArrayOf, Dtype, DtypeName, Ints, Options, StepCall, StepOptions, T
 from ..problem.signatures import public, refuse_unknown
 from ..problem.storage import Overwritten
 from ..problem.tokens import TokenShape, pieces_of
@@ -278,10 +279,10 @@ class KVCache:
         """
         if options:
             refuse_unknown(KVCache.attend, options)
-        if in_graph():
+        if "torch._dynamo" in sys.modules and in_graph():  # asked here first: a call costs more
             more = {"new_lengths": new_lengths, "q_lengths": q_lengths, "return_lse": return_lse, "out": out}
             return outside(KVCache.attend, self, layer, q, k, v, **more, **options)
-        given = Options.of_step(k is not None, "bhld", options)
+        given = Options.of_step(k is not None, "bhld", options) if options else STEPS[k is not None, "bhld"]
         return self.compute(
             layer, q, k, v, given, return_lse=return_lse, new_lengths=new_lengths, q_lengths=q_lengths, out=out
         )

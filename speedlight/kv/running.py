@@ -8,7 +8,6 @@ from ..arrays.array import describe
 from ..problem.options import Options
 from ..problem.results import Results
 from ..problem.tokens import Batch, Piece
-from ..problem.windows import SPARE
 from .query import Packed, Query, packed_tokens, query_of
 from .transaction import transact
 
@@ -58,38 +57,20 @@ def repeat(cache: Any, layer: int, arrays: tuple[Any, ...], options: Options, re
 
     arrays: q, or q, k and v, or k and v, which are only stored.
     """
-    storage, held = cache._storage, cache._held[layer]
-    lengths, written = held
+    storage = cache._storage
     if not storage.prepares_steps or type(return_lse) is not bool:
         return None
-    found = storage.find_step(len(lengths), arrays, options)
-    if found is None:
-        return None
-    step, places = found
-    n, store = step.new, storage.addresses[layer]
-    if not step.fits(lengths, n):
-        return None
-    seed: Any = options.seed if options.dropout else 0
-    if cache._ring.size and n > SPARE:
-        return None  # so many may write over tokens that are promised, which are to be kept meanwhile
-    if not n:
-        return step.run(arrays[0], places, return_lse=return_lse, seed=seed, lengths=lengths, store=store)
-    totals = [x + n for x in lengths]
-    longest = max(totals)
-    if longest > cache.capacity:
-        return None
-    if longest >= storage.large_from:
-        storage.expect(longest)
+    if len(arrays) == 1:
+        found = storage.repeat_step(layer, arrays, options, return_lse, cache._held[layer][0])
+        return None if found is None else found[0]
 
     def change() -> Any:
-        if cache._held[layer] is not held:
-            return None  # somebody appended since
+        lengths, written = cache._held[layer]
+        found = storage.repeat_step(layer, arrays, options, return_lse, lengths)
+        if found is None:
+            return None
+        result, totals = found
         after = totals, cache._ring.reached(written, totals) if cache._ring.size else totals
-        if step.call is None:
-            step.store(places, lengths, store)
-            result = True
-        else:
-            result = step.run(arrays[0], places, return_lse=return_lse, seed=seed, lengths=totals, store=store)
         cache._held[layer] = after
         return result
 

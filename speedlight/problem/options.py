@@ -4,6 +4,7 @@ Public calls take `**options` of one of the dicts below. signatures.public() giv
 and the errors of an argument that they lack. Options holds the values of a call.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
@@ -205,7 +206,7 @@ class Options:
     @classmethod
     def of_step(cls, causal: bool, layout: Layout, given: Mapping[str, Any]) -> "Options":
         """Returns the options of a step of a cache or pool."""
-        return new_options(causal=causal, layout=layout, **given) if given else _STEPS[causal, layout]
+        return new_options(causal=causal, layout=layout, **given) if given else STEPS[causal, layout]
 
     def given(self) -> dict[str, Any]:
         """Returns the options that are not their defaults, by name."""
@@ -256,7 +257,7 @@ class Options:
             key_of_mask: returns the key of a mask or score: key_of_traced(), or key_of_repeated() where arrays are read
                 apart.
         """
-        known = _known_keys.get(id(self))
+        known = known_keys.get(id(self))
         if known is not None:
             return known
         scale, dropout, causal, q_start, k_start = self.scale, self.dropout, self.causal, self.q_start, self.k_start
@@ -274,7 +275,8 @@ class Options:
         mask: Any = self.mask
         score: Any = self.score
         if not mask is score is None:
-            mask, score = key_of_mask(mask), key_of_mask(score)
+            mask = None if mask is None else key_of_mask(mask)
+            score = None if score is None else key_of_mask(score)
             if mask is ... or score is ...:
                 return None, 0
         exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
@@ -314,7 +316,18 @@ class Options:
 
 _ROWS = {"bhld": 2, "blhd": 1}  # the dimension of rows
 _ARRAY_OR_NONE = (None, ARRAY)
-_known_keys: dict[int, tuple[tuple[Any, ...] | None, int]] = {}  # of STEADY options, which live as long as the process
+# what keyed() returns for options that live as long as the process, by their ids
+known_keys: dict[int, tuple[tuple[Any, ...] | None, int]] = {}
+_MOST_KNOWN = 256
+_steady: list[Options] = []  # they
+
+
+def _know(options: Options) -> Options:
+    """Keeps options, which have no mask and score, for good, with their memo key; returns them."""
+    if len(_steady) < _MOST_KNOWN:
+        _steady.append(options)
+        known_keys[id(options)] = options.keyed(key_of_traced)
+    return options
 
 
 def _freeze(options: Any) -> None:
@@ -333,11 +346,20 @@ new_options: type[Options] = make_dataclass(
 )
 OPTION_NAMES = tuple([x.name for x in fields(Options)])
 _all_but_masks = operator.attrgetter(*[x for x in OPTION_NAMES if x not in ("mask", "score")])
-PLAIN = Options()  # all as by default
-_STEPS = {(x, layout): Options(causal=x, layout=layout) for x in (False, True) for layout in ("bhld", "lhd")}
-TOP_LEFT = Options(causal="top-left")  # as PyTorch's is_causal
-STEADY = (PLAIN, TOP_LEFT, *_STEPS.values())
-_known_keys.update({id(x): x.keyed(key_of_traced) for x in STEADY})
+PLAIN = _know(Options())  # all as by default
+STEPS = {(x, layout): _know(Options(causal=x, layout=layout)) for x in (False, True) for layout in ("bhld", "lhd")}
+TOP_LEFT = _know(Options(causal="top-left"))  # as PyTorch's is_causal
+
+
+@functools.lru_cache(64, typed=True)
+def usual_options(causal: Causal, scale: float | None, layout: Layout) -> Options:
+    """Returns options with no others than these, in a fifth of the time that new ones and their memo key take.
+
+    Args:
+        causal: a bool or str.
+        scale: None or a float, and not 0.0, which equals -0.0.
+    """
+    return _know(Options(causal=causal, scale=scale, layout=layout))
 
 
 def our_layout(layout: Any) -> Any:

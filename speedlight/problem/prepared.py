@@ -34,7 +34,7 @@ FEW_ROWS = 16  # queries with which a call is kept for any number of keys, at mo
 class CallKey(NamedTuple):
     """Everything that a prepared call depends on. A tuple, for speed: its hash and comparison take no Python."""
 
-    call: Any  # which call: "attention", "gradients", "paged", "step", ("latent", value_dim) …
+    call: Any  # which call: "attention", "gradients", "paged", "step", (a name, value_dim) …
     options: Any  # by exact type and bits: Options.keyed()
     arrays: Any  # what each array is: the first part of read()
     machine: Any  # threads and vector unit, or a GPU
@@ -171,12 +171,11 @@ class Prepared:
         """Bytes that it keeps alive."""
         return sum([x.size for x in (self.call, self.put) if x is not None])
 
-    def fits(self, lengths: Sequence[int], new: int = 0) -> bool:
-        """Returns whether it was prepared for as many sequences of these lengths, with so many new tokens each."""
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Returns whether it was prepared for sequences of these lengths, new tokens included."""
         if self.call is None:
             return True
-        most = max(lengths) + new
-        return min(lengths) + new > 0 and self.spans // 2 * SPAN < most <= self.spans * SPAN
+        return min(lengths) > 0 and self.spans // 2 * SPAN < max(lengths) <= self.spans * SPAN
 
     def run(
         self, q: Any, places: bytes, *, return_lse: bool = False, seed: int = 0, lengths: _Ints = None,
@@ -200,10 +199,7 @@ class Prepared:
         is_alike = call.result_layout.alike and type(q) is not np.ndarray
         if is_alike and record is not None and not return_lse and out is None:
             # machine code makes a tensor like q itself
-            given = record.address, places, *store, q, 0, 0, seed, lengths, lists
-            made = record.run(*given, 0)
-            if made is None and record.threads > 1:
-                made = record.run(*given, record.team(record.threads))
+            made = record.run(record.address, places, *store, q, 0, 0, seed, lengths, lists)
             if made is not None and made is not False:
                 return made
         if out is not None and not self._is_apart(out, [*addresses_in(places)[:3], at]):

@@ -21,7 +21,7 @@ class Storage(ABC):
     some can do, the flags below say.
     """
 
-    prepares_steps: ClassVar[bool] = False  # keeps prepared calls, which find_step() returns
+    prepares_steps: ClassVar[bool] = False  # keeps prepared calls, which run again
     survives_fork: ClassVar[bool] = False  # a forked child has a copy of the memory
     attends_new: bool = False  # of a cache: attend_new() takes a first chunk where it lies
     shape: TokenShape

@@ -36,6 +36,7 @@ from .routing import (
     read_counts,
 )
 
+_GROUPED = f"{SDPA}, enable_gqa"  # under which other shapes are allowed
 _WEIGHTS = "multi_head_attention_forward"
 _NEED_WEIGHTS = list(inspect.signature(functional.multi_head_attention_forward).parameters).index("need_weights")
 _lock = threading.RLock()
@@ -163,9 +164,13 @@ def _kernel(place: str, dispatch_keys: Any, *given: Any, **options: Any) -> Tens
         return original.call_boxed(dispatch_keys, *given, **options)
 
 
-def _is_plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool) -> bool:
-    """Returns whether PyTorch's rules for these arguments are attention()'s."""
-    if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor and is_plain()):
+def _is_plain(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> bool:
+    """Returns whether PyTorch's rules for these arguments, without dropout or a mode, are attention()'s."""
+    if only_pytorch_takes(query, 0.0, scale) is not None:
+        return False
+    if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor):
         return False
     if query.is_neg() or key.is_neg() or value.is_neg() or torch.compiler.is_dynamo_compiling():
         return False
@@ -202,8 +207,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Computes a call, and counts it; None, with the reason counted, where it is left to PyTorch."""
-    why = only_pytorch_takes(query, dropout_p, scale)
-    if why is None and not dropout_p and _is_plain(query, key, value, attn_mask, is_causal, enable_gqa):
+    if not dropout_p and query.dim() == 4 and is_plain():
         if attn_mask is scale is None:
             options = TOP_LEFT if is_causal else PLAIN
         else:
@@ -214,9 +218,13 @@ def _attend(
                 scale=scale,
                 causal="top-left" if is_causal else False,
             )
-        out = as_pytorch(compute(query, key, value, options), query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
-        count_taken(SDPA)
-        return out
+        check = functools.partial(_is_plain, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        out = compute(query, key, value, options, call=_GROUPED if enable_gqa else SDPA, check=check)
+        if out is not None:
+            out = as_pytorch(out, query, key, value, attn_mask, 0.0, is_causal, enable_gqa)
+            count_taken(SDPA)
+            return out
+    why = only_pytorch_takes(query, dropout_p, scale)
     if why is None:
         if min(query.dim(), key.dim(), value.dim()) < 2:
             why = "tensors of fewer than two dimensions"

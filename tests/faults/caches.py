@@ -206,15 +206,15 @@ MUTATIONS = (
     Mutation(
         "tokens that others append meanwhile are written over by a prepared step",
         "kv/running.py",
-        "        if cache._held[layer] is not held:\n            return None  # somebody appended since\n",
-        "",
+        "    def change() -> Any:\n        lengths, written = cache._held[layer]\n",
+        "    lengths, written = cache._held[layer]\n\n    def change() -> Any:\n",
         "tests/adapters/torch/test_torch_steps.py -k others_append",
     ),
     Mutation(
         "a long chunk is stored in a ring as a short one",
-        "kv/running.py",
-        "if cache._ring.size and n > SPARE:",
-        "if cache._ring.size and n > 4 * SPARE:",
+        "cpu/engine/storage.py",
+        "SPARE if ring.size else capacity",
+        "4 * SPARE if ring.size else capacity",
         "tests/adapters/torch/test_torch_steps.py -k ring_promised",
     ),
     Mutation(

@@ -161,8 +161,8 @@ MUTATIONS = (
     Mutation(
         "machine code makes tensors before it was handed PyTorch",
         "cpu/kernels/repeat.py",
-        " | (is_alike & lacks_pytorch)):",
-        "):",
+        "k.zext(threads.differs(0) & (is_alike & lacks_pytorch).equals(0), I64)",
+        "k.zext(threads.differs(0), I64)",
         "tests/adapters/torch/test_torch_read.py -k something_is_missing",
     ),
     Mutation(
@@ -203,14 +203,14 @@ MUTATIONS = (
     Mutation(
         "a call is repeated on as many threads as before",
         "cpu/runtime/workers.py",
-        "if time.monotonic() >= known.until or _threads != known.asked or wanted",
-        "if time.monotonic() >= known.until or wanted",
+        "if time.monotonic() >= until or _threads != asked or wanted",
+        "if time.monotonic() >= until or wanted",
         "tests/adapters/torch/test_torch_read.py -k many_threads_as_now",
     ),
     Mutation(
         "a call is repeated on the vector unit that was named before",
         "cpu/runtime/workers.py",
-        " or wanted != known.wanted:",
+        " or wanted != named:",
         ":",
         "tests/adapters/torch/test_torch_read.py -k settings_are_read",
     ),
@@ -230,15 +230,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a step that was prepared fills a cache past its capacity",
-        "kv/running.py",
-        "    if longest > cache.capacity:\n",
-        "    if longest > cache.capacity + 1:\n",
+        "cpu/engine/storage.py",
+        "min(self.capacity, tokens - 1), self.most_new",
+        "min(self.capacity + 1, tokens - 1), self.most_new",
         "tests/adapters/torch/test_torch_steps.py -k full_cache",
     ),
     Mutation(
         "a step that was prepared reads sequences without a token",
         "problem/prepared.py",
-        "return min(lengths) + new > 0 and self.spans",
+        "return min(lengths) > 0 and self.spans",
         "return self.spans",
         "tests/adapters/torch/test_torch_steps.py -k without_tokens",
     ),

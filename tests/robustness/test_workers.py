@@ -82,7 +82,7 @@ def test_openmp_is_shared_once_torch_is_there():
 )
 def test_environment_variables_are_checked(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    workers._in_use.until = 0.0  # a second has passed
+    workers._in_use.known = workers._in_use.known._replace(until=0.0)  # a second has passed
     with pytest.raises(sl.Error, match=f"^{name}: "):
         sl.attention(*[np.ones((1, 1, 4, 8), np.float32)] * 3)
 
@@ -96,7 +96,7 @@ def test_no_more_threads_than_cpus(monkeypatch):
     assert sl.get_threads() == 1
     sl.set_threads(None)
     monkeypatch.setenv("SPEEDLIGHT_THREADS", "64")
-    workers._in_use.until = 0.0
+    workers._in_use.known = workers._in_use.known._replace(until=0.0)
     assert sl.get_threads() == 2
 
 
@@ -111,7 +111,7 @@ def test_cpus_are_counted_again(bound):
     code = """import os, threading, speedlight as sl
 from speedlight.cpu.runtime import workers
 def count():
-    workers._in_use.until = 0.0  # a second has passed
+    workers._in_use.known = workers._in_use.known._replace(until=0.0)  # a second has passed
     return sl.get_threads()
 every = os.sched_getaffinity(0)
 some, gate, counts = set(sorted(every)[:2]), threading.Event(), []

@@ -96,7 +96,8 @@ class _Probe:
         enabled, tracing, profiling = gc.isenabled(), sys.gettrace(), sys.getprofile()
         gc.disable()
         workers.get_threads()
-        workers._in_use.until = math.inf  # CPUs are counted each second: not in one call, and in the next not
+        # CPUs are counted each second: not in one call, and in the next not
+        workers._in_use.known = workers._in_use.known._replace(until=math.inf)
         self.depth = sys._getframe()
         try:
             sys.setprofile(self.profile)
@@ -107,7 +108,7 @@ class _Probe:
             sys.setprofile(profiling)
             self.last.clear()  # frames, and what they hold, may go: whoever is waited for is not held by a cycle
             self.told.clear()
-            workers._in_use.until = 0.0
+            workers._in_use.known = workers._in_use.known._replace(until=0.0)
             if enabled:
                 gc.enable()
 

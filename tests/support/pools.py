@@ -7,6 +7,7 @@ from collections import Counter
 from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
+from speedlight.host.memo import VALUE
 from speedlight.problem.prepared import Prepared, prepared_calls
 
 KINDS = (*DTYPES, *CODES)
@@ -51,5 +52,5 @@ def kept_steps(owner):
 def kept_calls(owner):
     """Returns what is kept for caches or pools whose memory has the layout of this one."""
     of = owner._storage.steps
-    entries = list(prepared_calls._held.items())
-    return [x.value for key, x in entries if key.place is of or (type(key.place) is tuple and key.place[0] is of)]
+    entries = list(prepared_calls.held.items())
+    return [x[VALUE] for key, x in entries if key.place is of or (type(key.place) is tuple and key.place[0] is of)]

@@ -7,13 +7,32 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from speedlight import engines
+from speedlight.cpu.kernels.repeat import KEY_PARTS
 from speedlight.cpu.runtime import repeating
+from speedlight.host.memo import USED, VALUE
 from speedlight.problem.prepared import prepared_calls, read_plainly
 
 
 def kept(call: str = "attention") -> list[Any]:
     """Returns the prepared calls of this name."""
-    return [x.value for key, x in list(prepared_calls._held.items()) if key.call == call]
+    return [x[VALUE] for key, x in list(prepared_calls.held.items()) if key.call == call]
+
+
+def last_used() -> Any:
+    """Returns the prepared call that was asked for last."""
+    return max(prepared_calls.held.values(), key=lambda x: x[USED])[VALUE]
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Has the memo of prepared calls empty meanwhile; what was in it is there again afterwards."""
+    held = dict(prepared_calls.held)
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+        prepared_calls.held.update(held)
 
 
 def forget() -> None:
@@ -23,16 +42,22 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def reading_by(read: Callable[..., Any]) -> Iterator[None]:
-    """Has arrays of calls read by this function."""
+    """Has arrays of calls read by this function, and calls looked up and run by Python."""
+    with _replaced(read, lambda *given: read(*given[KEY_PARTS:])):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(read: Callable[..., Any], repeat: Callable[..., Any]) -> Iterator[None]:
     homes = repeating.functions(), engines.cpu()
-    before = [x.read for x in homes]
+    before = [(x.read, x.repeat) for x in homes]
     for x in homes:
-        x.read = read
+        x.read, x.repeat = read, repeat
     try:
         yield
     finally:
-        for x, old in zip(homes, before, strict=True):
-            x.read = old
+        for x, (old_read, old_repeat) in zip(homes, before, strict=True):
+            x.read, x.repeat = old_read, old_repeat
 
 
 def read_by_python() -> contextlib.AbstractContextManager[None]:
@@ -51,14 +76,20 @@ class Counts:
 def counted() -> Iterator[Counts]:
     """Counts what machine code does for calls; all prepared calls are forgotten before and after."""
     here, counts = repeating.functions(), Counts()
-    machine_read, machine_run = here.read, here.run
+    machine_read, machine_run, machine_repeat = here.read, here.run, here.repeat
+
+    def note(found: Any) -> Any:
+        is_left = found is None or (type(found) is tuple and type(found[0]) is tuple)
+        counts.left += is_left
+        counts.read += not is_left
+        return found
 
     def read(rows: int, *arrays: Any) -> Any:
-        found = machine_read(rows, *arrays)
-        if found is not None and type(found[0]) is bytes:
-            counts.read += 1
-        else:
-            counts.left += 1
+        return note(machine_read(rows, *arrays))
+
+    def repeat(*given: Any) -> Any:
+        found = note(machine_repeat(*given))
+        counts.ran += found is not None and not (type(found) is tuple and type(found[1]) is bytes)
         return found
 
     def run(*given: Any) -> Any:
@@ -69,7 +100,7 @@ def counted() -> Iterator[Counts]:
     forget()
     here.run = None if machine_run is None else run
     try:
-        with reading_by(read):
+        with _replaced(read, repeat):
             yield counts
     finally:
         here.run = machine_run
@@ -81,10 +112,8 @@ def in_python() -> Iterator[None]:
     """Has Python read arrays and run calls, as where there is no machine code for that; no call is prepared yet."""
     here = repeating.functions()
     run, here.run = here.run, None
-    held, prepared_calls._held = prepared_calls._held, {}
     try:
-        with read_by_python():
+        with nothing_kept(), read_by_python():
             yield
     finally:
         here.run = run
-        prepared_calls._held = held

@@ -72,6 +72,14 @@ class CpuEngine(Engine):
 
         return functions().read
 
+    @lazily
+    def repeat(self) -> Callable[..., Any]:
+        """Function that repeats a prepared call, or reads its arrays (cpu/kernels/repeat.py)."""
+        with importing:
+            from ..runtime.repeating import functions
+
+        return functions().repeat
+
     machine = staticmethod(machine)
 
     def read_tables(self, block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str) -> PageTables:

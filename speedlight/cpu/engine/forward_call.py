@@ -219,11 +219,7 @@ class Call:
         record = self.record
         if record is None:
             record = self.record = record_of(self) or NOT_REPEATED
-        given = record.address, places, *store, None, out, lse, seed, lengths, lists
-        done = record.run(*given, 0)
-        if done is None and record.threads > 1:
-            done = record.run(*given, record.team(record.threads))
-        if done:
+        if record.run(record.address, places, *store, None, out, lse, seed, lengths, lists):
             return
         lie = array_places(places)
         q, k, v = lie[0][0], *store

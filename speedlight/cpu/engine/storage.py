@@ -21,17 +21,19 @@ from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
 from ...problem.operands import Dense, Rows
-from ...problem.options import Options
-from ...problem.prepared import Prepared
+from ...problem.option_keys import key_of_traced
+from ...problem.options import Options, known_keys
+from ...problem.prepared import Prepared, new_key, prepared_calls
 from ...problem.problem import SPAN, TILE, Problem, spans_of
 from ...problem.results import Results
 from ...problem.storage import Lengths, Overwritten, Storage
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
-from ...problem.windows import Ring
+from ...problem.windows import SPARE, Ring
 from ..memory.blocks import LARGE_PAGE, make_stores
 from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
-from ..runtime.workers import get_threads
+from ..runtime.repeating import functions
+from ..runtime.workers import get_threads, machine
 from .append_call import AppendCall, Blocks, New
 from .forward_call import Call, prepare
 from .schedule import DECODE_ROWS
@@ -74,13 +76,6 @@ class BlockStorage(Storage):
         return describe(q, "q")
 
     # --- steps
-
-    def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
-        """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
-
-        Each sequence must have as many new tokens and queries as by default. Returns None if there is no such step.
-        """
-        return self.steps.find(sequences, tensors, options)
 
     def remember_put(
         self, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int], options: Options
@@ -141,17 +136,63 @@ class CacheStorage(BlockStorage):
         self.ring = ring
         self.attends_new = shape.dtype not in CODES  # codes are to be read as the cache has them
         self.pages = self._pages()
-        self.large_from = LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1
+        self.most_new = SPARE if ring.size else capacity  # more may write over tokens that a ring promises
+        self._large_from(LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1)
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
         self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
+        self._place = self.steps, batch
 
     def expect(self, tokens: int) -> None:
         """Asks for large pages, once, where a sequence fills half of one in each head: from `large_from` tokens on."""
         if tokens >= self.large_from:
             for store in (*self.keys, *self.values):
                 ask_for_large_pages(store.memory)
-            self.large_from = self.capacity + 1  # never again
+            self._large_from(self.capacity + 1)  # never again
+
+    def _large_from(self, tokens: int) -> None:
+        """Sets from how many tokens on large pages are asked for, and what a repeated step may reach before."""
+        self.large_from = tokens
+        self.limits = min(self.capacity, tokens - 1), self.most_new
+
+    def repeat_step(
+        self, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: bool, lengths: list[int]
+    ) -> tuple[Any, list[int]] | None:
+        """Runs a step that was checked with arrays like these; returns its result and the lengths after it.
+
+        Each sequence must have as many new tokens and queries as by default. Returns None if there is no such step, or
+        if it is not for these lengths.
+
+        Args:
+            arrays: q, or q, k and v, or k and v, which are only stored: then the result is True.
+            lengths: of the sequences so far.
+        """
+        of_options, _ = known_keys.get(id(options)) or options.keyed(key_of_traced)
+        if of_options is None:
+            return None
+        now, place, store = machine(), self._place, self.addresses[layer]
+        seed: Any = options.seed if options.dropout else 0
+        if return_lse:
+            read = functions().read(0, *arrays)
+        else:
+            read = functions().repeat("step", of_options, now, place, seed, store, lengths, self.limits, 0, *arrays)
+        if read is None:
+            return None
+        layout, places = read
+        if type(places) is list:  # the result and the lengths
+            return read
+        step = prepared_calls.get(new_key(("step", of_options, layout, now, place)))
+        if step is None:
+            return None
+        most, most_new = self.limits
+        totals = [n + step.new for n in lengths]
+        if step.new > most_new or max(totals) > most or not step.fits(totals):
+            return None
+        if step.call is None:
+            step.store(places, lengths, store)
+            return True, totals
+        result = step.run(arrays[0], places, return_lse=return_lse, seed=seed, lengths=totals, store=store)
+        return result, totals
 
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
@@ -331,6 +372,13 @@ class PoolStorage(BlockStorage):
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
+
+    def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
+        """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
+
+        Each sequence must have as many new tokens and queries as by default. Returns None if there is no such step.
+        """
+        return self.steps.find(sequences, tensors, options)
 
     # --- tables
 

@@ -1,4 +1,4 @@
-"""Two functions for CPython, as LLVM, with which a prepared call is repeated: `read` and `run`.
+"""Three functions for CPython, as LLVM, with which a prepared call is repeated: `read`, `run` and `repeat`.
 
 Python of some 30 functions takes 15 µs where it is warm and 100 µs between the layers of a model, whose weights have
 emptied the caches meanwhile.
@@ -10,6 +10,9 @@ which it calls for what DLPack does not say. Nobody's memory is read.
 
 `run(call, places, …)` writes a prepared call's arguments and runs its kernel. Addresses come from the caller, which
 has checked them. Other threads of Python go on meanwhile.
+
+`repeat(key's parts, …, rows, q, k, v, …)` does both at once for tensors: it reads, asks the memo of prepared calls, and
+runs what it found. Python goes on from read()'s answer where that call is not known, or not for machine code.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from llvmlite import ir
 from ...arrays.memory import DIMS
 from ...expressions.program import LENGTHS, STRIDES
 from ...host.machine import Isa
+from ...host.memo import USED, VALUE
 from ...problem.prepared import FEW_ROWS
 from ...problem.problem import SPAN
 from ..language.vector import I8, I32, I64, PTR, VOID, Function, Module, Value
@@ -56,6 +60,9 @@ _CALL_OUT = 3  # of the words that are new for each call, the result's address
 _OF_NUMPY, _TENSOR = 1, 2  # what an array is
 _LINE = 64  # bytes of a cache line
 _EQUAL = 2  # CPython's Py_EQ
+# the arguments of `repeat`, before the arrays; the last is read()'s own
+_REPEATED = ("call", "options", "machine", "place", "seed", "store", "lengths", "limits", "rows")
+KEY_PARTS = len(_REPEATED) - 1  # arguments of `repeat` before those of `read`
 
 # CPython's documented functions that are called
 PYTHON = (
@@ -65,27 +72,33 @@ PYTHON = (
     "PyBytes_FromStringAndSize",
     "PyCapsule_GetPointer",
     "PyDict_GetItem",
+    "PyDict_GetItemWithError",
     "PyErr_Clear",
     "PyErr_ExceptionMatches",
     "PyErr_NoMemory",
     "PyErr_Occurred",
     "PyEval_RestoreThread",
     "PyEval_SaveThread",
+    "PyIter_Next",
     "PyList_GetItem",
+    "PyList_New",
     "PyList_SetItem",
     "PyList_Size",
     "PyLong_AsLongLong",
     "PyLong_AsUnsignedLongLong",
     "PyLong_AsVoidPtr",
+    "PyLong_FromLongLong",
     "PyMem_RawFree",
     "PyMem_RawMalloc",
     "PyObject_CallNoArgs",
-    "PyObject_GetBuffer",
     "PyObject_CallOneArg",
+    "PyObject_GetAttr",
+    "PyObject_GetBuffer",
     "PyObject_RichCompareBool",
     "PyObject_Size",
     "PyObject_Type",
     "PyObject_Vectorcall",
+    "PyTuple_GetItem",
     "PyTuple_New",
     "PyTuple_SetItem",
     "Py_DecRef",
@@ -106,25 +119,45 @@ class RepeatShape:
 
 
 def repeat_module(s: RepeatShape, symbol: str) -> Module:
-    """Writes the functions `<symbol>_read` and `<symbol>`."""
+    """Writes the functions `<symbol>_read`, `<symbol>` and `<symbol>_repeat`."""
     module = Module(symbol)
-    _write_read(module, f"{symbol}_read")
-    _write_run(module, symbol)
+    look, run = _look_function(module), _run_function(module)
+    _write_read(module, f"{symbol}_read", look)
+    _write_run(module, symbol, run)
+    _write_repeat(module, f"{symbol}_repeat", look, run)
     return module
 
 
-class _Method:
-    """A function that CPython calls with `self`, a capsule that holds a record's address, and its arguments."""
+class _Caller:
+    """A function that calls CPython's, and returns an object of Python's; `held`: the address of a READER."""
 
-    def __init__(self, module: Module, symbol: str) -> None:
-        self.k = module.function(symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
-        self.held = self.call("PyCapsule_GetPointer", PTR, self.k.p["self"], self.null())
+    def __init__(self, k: Function, held: Value) -> None:
+        self.k, self.held = k, held
 
-    def argument(self, n: int) -> Value:
-        return self.k.load(PTR, self.k.p["arguments"], 8 * n)
+    def known(self, name: str) -> Value:
+        return self.k.load(PTR, self.held, READER.offset(name))
 
-    def integer(self, n: int) -> Value:
-        return self.call("PyLong_AsLongLong", I64, self.argument(n))
+    def is_none(self, x: Value) -> Value:
+        return _is_same(self.k, x, self.known("none"))
+
+    def drop(self, *objects: Value) -> None:
+        """Gives references back."""
+        for x in objects:
+            self.call("Py_DecRef", VOID, x)
+
+    def leave_if_null(self, x: Value, *objects: Value) -> None:
+        """Ends the function with what Python raised, and gives references back, where `x` is null."""
+        with self.k.when(_is_null(self.k, x)):
+            self.drop(*objects)
+            self.k.b.ret(self.null().x)
+
+    def tuple_of(self, *objects: Value) -> Value:
+        """Returns a tuple, which takes over the references; ends the function without memory."""
+        made = self.call("PyTuple_New", PTR, self.k.i64(len(objects)))
+        self.leave_if_null(made, *objects)
+        for n, x in enumerate(objects):
+            self.call("PyTuple_SetItem", I32, made, self.k.i64(n), x)
+        return made
 
     def call(self, name: str, returns: ir.Type, *arguments: Value) -> Value:
         """Calls one of CPython's documented functions."""
@@ -147,9 +180,24 @@ class _Method:
 
     def none(self) -> Value:
         """Returns a new reference to None."""
-        none = self.k.load(PTR, self.held, READER.offset("none"))
+        none = self.known("none")
         self.call("Py_IncRef", VOID, none)
         return none
+
+
+class _Method(_Caller):
+    """A function that CPython calls with `self`, a capsule that holds a READER's address, and its arguments."""
+
+    def __init__(self, module: Module, symbol: str) -> None:
+        k = module.function(symbol, {"self": PTR, "arguments": PTR, "count": I64}, PTR, public=True)
+        super().__init__(k, Value(k, ir.Constant(PTR, None)))
+        self.held = self.call("PyCapsule_GetPointer", PTR, k.p["self"], self.null())
+
+    def argument(self, n: int) -> Value:
+        return self.k.load(PTR, self.k.p["arguments"], 8 * n)
+
+    def integer(self, n: int) -> Value:
+        return self.call("PyLong_AsLongLong", I64, self.argument(n))
 
 
 def call_python(k: Function, name: str, returns: ir.Type, *arguments: Value) -> Value:
@@ -168,67 +216,86 @@ def _is_same(k: Function, a: Value, b: Value) -> Value:
 # --- read
 
 
-def _write_read(module: Module, symbol: str) -> None:
-    """read(rows, q, k, v, array, …): what read_plainly() of problem/prepared.py does, which it calls for the rest."""
+def _look_function(module: Module) -> Any:
+    """look(held, rows, arrays, count, layout, places): writes a layout and places, as read_plainly() tells them apart.
+
+    Returns whose the first array is; 0 where Python must read, which may have raised.
+    """
     array = _Arrays(module).write()
     write_growth = _growth_function(module)
-    method = _Method(module, symbol)
-    k = method.k
-    layout = k.buffer(I64, 1 + len(ARRAY.names) * TENSORS)
-    places = k.buffer(I64, len(PLACE.names) * TENSORS)
-    tensors = k.p["count"] - 1
-    good = k.variable(k.zext((tensors >= 1) & (tensors <= TENSORS), I64))
-    has_tensors = k.variable(k.i64(0))
-    with k.range(0, tensors) as t, k.when(good.get().differs(0)):
-        given = k.load(PTR, k.p["arguments"], t * 8 + 8)
+    names = {"held": PTR, "rows": I64, "arrays": PTR, "count": I64, "layout": PTR, "places": PTR}
+    k = module.function("look", names, I64, special=True)
+    caller = _Caller(k, k.p["held"])
+    layout, places, count = k.p["layout"], k.p["places"], k.p["count"]
+    good = k.variable(k.zext((count >= 1) & (count <= TENSORS), I64))
+    first, has_tensors = k.variable(k.i64(0)), k.variable(k.i64(0))
+    with k.range(0, count) as t, k.when(good.get().differs(0)):
         what = k.at(layout, t * ARRAY.bytes + 8)
-        found = k.call(array, method.held, given, what, k.at(places, t * PLACE.bytes))
+        given = k.load(PTR, k.p["arrays"], t * 8)
+        found = k.call(array, caller.held, given, what, k.at(places, t * PLACE.bytes))
         good.set(found)
+        first.set(k.select(t.equals(0), found, first.get()))
         has_tensors.set(has_tensors.get() | k.zext(found.equals(_TENSOR), I64))
     with k.when(good.get().differs(0) & has_tensors.get().differs(0)):
-        good.set(_write_questions(method))
-    result = k.variable(k.i64(0))
+        good.set(_write_questions(caller))
     with k.when(good.get().differs(0)):
-        rows = method.integer(0)
         k.store(k.i64(0), layout)
-        with k.when((rows > 0) & (tensors >= 3)):
-            k.call(write_growth, rows, tensors, layout)
-        parts = []
-        for buffer, size in ((layout, tensors * ARRAY.bytes + 8), (places, tensors * PLACE.bytes)):
-            part = method.call("PyBytes_FromStringAndSize", PTR, buffer, size)
-            with k.when(_is_null(k, part)):  # no memory, as Python has noted
-                k.b.ret(method.null().x)
-            parts.append(part)
-        pair = method.call("PyTuple_New", PTR, k.i64(2))
-        for n, part in enumerate(parts):
-            method.call("PyTuple_SetItem", I32, pair, k.i64(n), part)
-        result.set(Value(k, k.b.ptrtoint(pair.x, I64)))
-    with k.either(good.get().differs(0)) as (yes, no):
-        with yes:
-            k.b.ret(k.pointer(result.get()).x)
-        with no:
+        with k.when((k.p["rows"] > 0) & (count >= 3)):
+            k.call(write_growth, k.p["rows"], count, layout)
+    return k.finish(k.select(good.get().differs(0), first.get(), k.i64(0)))
+
+
+class _Reader:
+    """The part of a method that looks at its last arguments: `rows`, then the arrays."""
+
+    def __init__(self, method: _Method, look: Any, before: int) -> None:
+        """before: the number of arguments before the arrays, the last of them rows."""
+        self.method, self.k = method, method.k
+        k = self.k
+        self.layout = k.buffer(I64, 1 + len(ARRAY.names) * TENSORS)
+        self.places = k.buffer(I64, len(PLACE.names) * TENSORS)
+        self.arrays = k.at(k.p["arguments"], 8 * before)
+        self.count = k.p["count"] - before
+        rows = method.integer(before - 1)
+        self.first = k.call(look, method.held, rows, self.arrays, self.count, self.layout, self.places)
+        with k.when(self.first.equals(0)):
             method.clear_refusal()
-            plainly = k.load(PTR, method.held, READER.offset("plainly"))
-            given = k.p["arguments"], k.p["count"], method.null()
-            k.b.ret(method.call("PyObject_Vectorcall", PTR, plainly, *given).x)
-    k.b.unreachable()
+            given = k.at(self.arrays, -8), self.count + 1, method.null()
+            k.b.ret(method.call("PyObject_Vectorcall", PTR, method.known("plainly"), *given).x)
+
+    def write_layout(self) -> Value:
+        """Returns a new object of the layout, the first part of read()'s answer."""
+        return self._bytes_of(self.layout, self.count * ARRAY.bytes + 8)
+
+    def write_answer(self, layout: Value) -> Value:
+        """Returns read()'s answer, which takes over the layout."""
+        places = self._bytes_of(self.places, self.count * PLACE.bytes, layout)
+        return self.method.tuple_of(layout, places)
+
+    def _bytes_of(self, buffer: Value, size: Value, *held: Value) -> Value:
+        made = self.method.call("PyBytes_FromStringAndSize", PTR, buffer, size)
+        self.method.leave_if_null(made, *held)
+        return made
 
 
-def _write_questions(method: _Method) -> Value:
+def _write_read(module: Module, symbol: str, look: Any) -> None:
+    """read(rows, q, k, v, array, …): what read_plainly() of problem/prepared.py does, which it calls for the rest."""
+    method = _Method(module, symbol)
+    reader = _Reader(method, look, 1)
+    method.k.b.ret(reader.write_answer(reader.write_layout()).x)
+
+
+def _write_questions(caller: _Caller) -> Value:
     """Returns 1 if every question about PyTorch's state has the answer that is expected: of functions without an
     argument, and of the level of forward mode, an entry of a module.
     """
-    k = method.k
-
-    def known(name: str) -> Value:
-        return k.load(PTR, method.held, READER.offset(name))
-
-    level = method.call("PyDict_GetItem", PTR, known("level_of"), known("level"))
+    k, known = caller.k, caller.known
+    level = caller.call("PyDict_GetItem", PTR, known("level_of"), known("level"))
     good = k.variable(k.zext(_is_same(k, level, known("no_level")), I64))
     questions = known("questions")
-    with k.range(0, k.load(I64, method.held, READER.offset("question_count"))) as n:
+    with k.range(0, k.load(I64, caller.held, READER.offset("question_count"))) as n:
         with k.when(good.get().differs(0)):
-            answer = method.call("PyObject_CallNoArgs", PTR, k.load(PTR, questions, n * 16))
+            answer = caller.call("PyObject_CallNoArgs", PTR, k.load(PTR, questions, n * 16))
             good.set(_is_answer(k, answer, k.load(PTR, questions, n * 16 + 8)))
     return good.get()
 
@@ -414,81 +481,115 @@ def _growth_function(module: Module) -> Any:
 # --- run
 
 
-def _write_run(module: Module, symbol: str) -> None:
-    """run(call, places, k, v, like, out, lse, seed, lengths, lists, team): the result, or False: an index out of range.
+def _write_run(module: Module, symbol: str, run: Any) -> None:
+    """run(call, places, k, v, like, out, lse, seed, lengths, lists): the result, or False: an index out of range.
 
     call: address of a REPEAT. places: the second part of read(). k, v: addresses of a cache's keys and values; 0: of
-    `places`. like: a tensor whose empty_like() is the result; or None: that lies at `out`, and is told as True.
-    lengths: of keys of each sequence, with the new tokens, and lists: addresses of their pages' numbers; or None.
-    team: address of a TEAM, or 0. None is returned, and nothing done, where this is not to be done here: where several
-    threads are to run and team is 0, where sequences are others, where empty_like() makes no plain tensor.
+    `places`. like: a tensor like the result, which is made, or None: then it goes to the address `out`, and True is
+    returned. lse, seed, lengths, lists: as Prepared.run() has them. Returns None where the call does not fit here:
+    where several threads are to run and there is no team, where sequences are others, where empty_like() makes no plain
+    tensor.
     """
-    pack = _pack_function(module)
     method = _Method(module, symbol)
     k = method.k
     call = method.call("PyLong_AsVoidPtr", PTR, method.argument(0))
+    places = method.call("PyBytes_AsString", PTR, method.argument(1))
+    keys, values, out, lse = (method.integer(n) for n in (2, 3, 5, 6))
+    like, lengths, lists = (method.argument(n) for n in (4, 8, 9))
+    seed = method.call("PyLong_AsUnsignedLongLong", I64, method.argument(7))
+    k.b.ret(k.call(run, method.held, call, places, keys, values, like, out, lse, seed, lengths, lists, k.i64(0)).x)
+
+
+_RUN = {
+    "held": PTR, "call": PTR, "places": PTR, "k": I64, "v": I64, "like": PTR, "out": I64, "lse": I64, "seed": I64,
+    "lengths": PTR, "lists": PTR, "new": I64,
+}  # fmt: skip
+
+
+def _run_function(module: Module) -> Any:
+    """run(…): what the method of this name does, with its arguments as words. new: to add to each length."""
+    pack = _pack_function(module)
+    k = module.function("run", _RUN, PTR, special=True)
+    caller = _Caller(k, k.p["held"])
+    call, like = k.p["call"], k.p["like"]
 
     def of_call(name: str) -> Value:
         return k.load(I64, call, REPEAT.offset(name))
 
-    room = method.call("PyMem_RawMalloc", PTR, of_call("room"))
+    room = caller.call("PyMem_RawMalloc", PTR, of_call("room"))
     with k.when(_is_null(k, room)):
-        k.b.ret(method.call("PyErr_NoMemory", PTR).x)
+        k.b.ret(caller.call("PyErr_NoMemory", PTR).x)
     first = k.pointer((Value(k, k.b.ptrtoint(room.x, I64)) + (_LINE - 1)) & -_LINE)
-    threads = k.call(pack, call, k.p["arguments"], first)
-    team = method.call("PyLong_AsVoidPtr", PTR, method.argument(10))
-    like, none = method.argument(4), k.load(PTR, method.held, READER.offset("none"))
-    is_alike = _is_same(k, like, none).equals(0)
-    lacks_pytorch = _is_null(k, k.load(PTR, method.held, READER.offset("tensor")))
-    with k.when(threads.equals(0) | ((threads > 1) & _is_null(k, team)) | (is_alike & lacks_pytorch)):
-        method.call("PyMem_RawFree", VOID, room)
-        k.b.ret(method.none().x)
+    threads = k.call(pack, first, *[k.p[name] for name in _PACKED])
+    is_alike = caller.is_none(like).equals(0)
+    lacks_pytorch = _is_null(k, caller.known("tensor"))
+    fits = k.variable(k.zext(threads.differs(0) & (is_alike & lacks_pytorch).equals(0), I64))
+    team = k.variable(k.i64(0))
+    with k.when(fits.get().differs(0) & (threads > 1)):
+        answer = _write_team(caller, threads)
+        with k.when(_is_null(k, answer)):  # what Python raised
+            caller.call("PyMem_RawFree", VOID, room)
+            k.b.ret(caller.null().x)
+        team.set(caller.call("PyLong_AsLongLong", I64, answer))
+        caller.drop(answer)
+        fits.set(k.zext(team.get().differs(0), I64))
+    with k.when(fits.get().equals(0)):
+        caller.call("PyMem_RawFree", VOID, room)
+        k.b.ret(caller.none().x)
     made = k.variable(k.i64(0))
     with k.when(is_alike):
-        found, at = _write_result(method, like)
+        found, at = _write_result(caller, like, k.p["places"])
         made.set(Value(k, k.b.ptrtoint(found.x, I64)))
         with k.when(at.equals(0)):
-            method.call("PyMem_RawFree", VOID, room)
-            with k.when(made.get().equals(0)):  # what Python raised
-                k.b.ret(method.null().x)
-            method.call("Py_DecRef", VOID, found)
-            method.clear_refusal()
-            k.b.ret(method.none().x)
+            caller.call("PyMem_RawFree", VOID, room)
+            caller.leave_if_null(found)
+            caller.drop(found)
+            caller.clear_refusal()
+            k.b.ret(caller.none().x)
         k.store(at, first, of_call("words") + 8 * (CALL.start + _CALL_OUT))
-    _write_region(method, call, first, threads, team)
+    _write_region(caller, call, first, threads, k.pointer(team.get()))
     wrong = k.variable(k.i64(0))
     with k.range(0, of_call("wrong_count")) as i:
         noted = k.at(first, of_call("wrong") + i * WRONG.bytes)
         wrong.set(wrong.get() | k.load(I64, noted, WRONG.offset("noted")))
-    method.call("PyMem_RawFree", VOID, room)
+    caller.call("PyMem_RawFree", VOID, room)
     result = k.pointer(made.get())
     has_result = made.get().differs(0)
     with k.when(has_result & wrong.get().equals(0)):
         k.b.ret(result.x)
     with k.when(has_result):
-        method.call("Py_DecRef", VOID, result)
-    k.b.ret(method.call("PyBool_FromLong", PTR, k.zext(wrong.get().equals(0), I64)).x)
+        caller.drop(result)
+    return k.finish(caller.call("PyBool_FromLong", PTR, k.zext(wrong.get().equals(0), I64)))
 
 
-def _write_result(method: _Method, like: Value) -> tuple[Value, Value]:
+def _write_team(caller: _Caller, threads: Value) -> Value:
+    """Asks Python for the address of the calling thread's team; returns a number, or null."""
+    k = caller.k
+    answer = k.variable(k.i64(0))
+    count = caller.call("PyLong_FromLongLong", PTR, threads)
+    with k.when(_is_null(k, count).equals(0)):
+        answer.set(Value(k, k.b.ptrtoint(caller.call("PyObject_CallOneArg", PTR, caller.known("team"), count).x, I64)))
+        caller.drop(count)
+    return k.pointer(answer.get())
+
+
+def _write_result(caller: _Caller, like: Value, places: Value) -> tuple[Value, Value]:
     """Makes a tensor like another; returns it, and its address: 0 if it is no plain tensor, or Python raised."""
-    k = method.k
-    made = method.call("PyObject_CallOneArg", PTR, k.load(PTR, method.held, READER.offset("empty_like")), like)
+    k = caller.k
+    made = caller.call("PyObject_CallOneArg", PTR, caller.known("empty_like"), like)
     address = k.variable(k.i64(0))
     with k.when(_is_null(k, made).equals(0)):
-        kind = method.call("PyObject_Type", PTR, made)
-        method.call("Py_DecRef", VOID, kind)
-        with k.when(_is_same(k, kind, k.load(PTR, method.held, READER.offset("tensor")))):
-            found, failed = _write_exchange(k, method.held, made)
+        kind = caller.call("PyObject_Type", PTR, made)
+        caller.drop(kind)
+        with k.when(_is_same(k, kind, caller.known("tensor"))):
+            found, failed = _write_exchange(k, caller.held, made)
             with k.when(failed.equals(0)):
-                address.set(k.load(I64, found) * _lies_as(method, found))
+                address.set(k.load(I64, found) * _lies_as(k, found, places))
     return made, address.get()
 
 
-def _lies_as(method: _Method, tensor: Value) -> Value:
+def _lies_as(k: Function, tensor: Value, places: Value) -> Value:
     """Returns 1 if a DLTensor has the sizes, and the strides in bytes, of q; a mode could make another tensor."""
-    k = method.k
-    places = method.call("PyBytes_AsString", PTR, method.argument(1))
     dims, bits = k.zext(k.load(I32, tensor, 16), I64), k.zext(k.load(I8, tensor, 21), I64)
     good = k.variable(k.zext((dims <= DIMS) & k.load(I32, tensor, 8).equals(_CPU), I64))
     for d in range(DIMS):  # q has sizes of 0 where it lacks dimensions
@@ -510,19 +611,18 @@ def _write_exchange(k: Function, held: Value, tensor: Value) -> tuple[Value, Val
     return found, Value(k, k.b.call(exchange, [tensor.x, found.x]))
 
 
-def _write_region(method: _Method, call: Value, room: Value, threads: Value, team: Value) -> None:
+def _write_region(caller: _Caller, call: Value, room: Value, threads: Value, team: Value) -> None:
     """Runs the kernel: alone, or as a region, of which there is one at a time; without Python's lock meanwhile."""
-    k = method.k
-    region = k.load(PTR, method.held, READER.offset("region"))
-    none, taken = (k.load(PTR, method.held, READER.offset(x)) for x in ("none", "taken"))
+    k = caller.k
+    region, none, taken = (caller.known(x) for x in ("region", "none", "taken"))
     kernel = k.load(I64, call, REPEAT.offset("kernel"))
     words = k.at(room, k.load(I64, call, REPEAT.offset("words")))
-    holder = method.call("PyList_GetItem", PTR, region, k.i64(0))
+    holder = caller.call("PyList_GetItem", PTR, region, k.i64(0))
     together = (threads > 1) & _is_same(k, holder, none)
     with k.when(together):
-        method.call("Py_IncRef", VOID, taken)
-        method.call("PyList_SetItem", I32, region, k.i64(0), taken)
-    state = method.call("PyEval_SaveThread", PTR)
+        caller.call("Py_IncRef", VOID, taken)
+        caller.call("PyList_SetItem", I32, region, k.i64(0), taken)
+    state = caller.call("PyEval_SaveThread", PTR)
     put = k.load(I64, call, REPEAT.offset("put_kernel"))
     with k.when(put.differs(0)):
         call_at(k, put, k.at(room, k.load(I64, call, REPEAT.offset("put"))))
@@ -534,20 +634,24 @@ def _write_region(method: _Method, call: Value, room: Value, threads: Value, tea
             k.b.call(k.b.inttoptr(serve.x, kind), [x.x for x in given])
         with no:
             call_at(k, kernel, words)
-    method.call("PyEval_RestoreThread", VOID, state)
+    caller.call("PyEval_RestoreThread", VOID, state)
     with k.when(together):
-        method.call("Py_IncRef", VOID, none)
-        method.call("PyList_SetItem", I32, region, k.i64(0), none)
+        caller.call("Py_IncRef", VOID, none)
+        caller.call("PyList_SetItem", I32, region, k.i64(0), none)
+
+
+_PACKED = tuple([x for x in _RUN if x not in ("held", "like")])
 
 
 class _Packer:
-    """pack(call, arguments, room): writes what a kernel reads, from the prepared call's words.
+    """pack(room, …): writes what a kernel reads, from the prepared call's words; run()'s arguments follow.
 
     Returns the number of threads, or 0 if the call does not fit.
     """
 
     def __init__(self, module: Module) -> None:
-        self.k = module.function("pack", dict.fromkeys(("call", "arguments", "room"), PTR), I64, special=True)
+        names = {"room": PTR} | {name: _RUN[name] for name in _PACKED}
+        self.k = module.function("pack", names, I64, special=True)
         self.call, self.room = self.k.p["call"], self.k.p["room"]
         self.words = self.part("words")
 
@@ -557,11 +661,9 @@ class _Packer:
     def part(self, name: str) -> Value:
         return self.k.at(self.room, self.of_call(name))
 
-    def argument(self, n: int) -> Value:
-        return self.k.load(PTR, self.k.p["arguments"], 8 * n)
-
-    def integer(self, n: int) -> Value:
-        return call_python(self.k, "PyLong_AsLongLong", I64, self.argument(n))
+    def is_given(self, name: str) -> Value:
+        none = self.k.load(PTR, self.call, REPEAT.offset("none"))
+        return Value(self.k, self.k.b.icmp_unsigned("!=", self.k.p[name].x, none.x))
 
     def address(self, pointer: Value) -> Value:
         return Value(self.k, self.k.b.ptrtoint(pointer.x, I64))
@@ -586,7 +688,7 @@ def _pack_function(module: Module) -> Any:
     """Writes the arguments of a call: its words, items, tables, and the words of the kernel that stores new tokens."""
     p = _Packer(module)
     k = p.k
-    places = call_python(k, "PyBytes_AsString", PTR, p.argument(1))
+    places = k.p["places"]
 
     def place(t: int, name: str) -> Value:
         return k.load(I64, places, t * PLACE.bytes + PLACE.offset(name))
@@ -594,10 +696,10 @@ def _pack_function(module: Module) -> Any:
     p.copy("words", p.words)
     p.clear("arrived", p.of_call("arrived_count"), 8)
     p.clear("wrong", p.of_call("wrong_count"), WRONG.bytes)
-    k_at, v_at = k.variable(p.integer(2)), k.variable(p.integer(3))
+    k_at, v_at = k.variable(k.p["k"]), k.variable(k.p["v"])
     grows = p.of_call("rows").differs(0)
     items = k.variable(p.of_call("items_from"))
-    has_lengths = Value(k, k.b.icmp_unsigned("!=", p.argument(8).x, k.load(PTR, p.call, REPEAT.offset("none")).x))
+    has_lengths = p.is_given("lengths")
     fits = k.variable(k.i64(1))
     with k.when(grows | has_lengths):
         items.set(p.address(p.part("items")))
@@ -616,9 +718,8 @@ def _pack_function(module: Module) -> Any:
     p.put_words(slice(SCRATCH, None), scratch)
     p.put_words(slice(LIMIT, None), p.of_call("tickets"))
     p.put_words(
-        CALL, place(0, "address"), k_at.get(), v_at.get(), p.integer(5), p.integer(6), p.of_call("counts"),
-        items.get(), scratch + p.of_call("partials"), arrived, wrong,
-        call_python(k, "PyLong_AsUnsignedLongLong", I64, p.argument(7)),
+        CALL, place(0, "address"), k_at.get(), v_at.get(), k.p["out"], k.p["lse"], p.of_call("counts"),
+        items.get(), scratch + p.of_call("partials"), arrived, wrong, k.p["seed"],
     )  # fmt: skip
     total = k.variable(k.i64(0))
     with k.when(grows | has_lengths):
@@ -654,14 +755,19 @@ def _write_growth(p: _Packer, place: Any) -> None:
         k.store(i * steps[1], item, 8 * ITEM.v_at)
 
 
+def _number_in(k: Function, numbers: Value, i: Value) -> Value:
+    """Returns a number in a list."""
+    return call_python(k, "PyLong_AsLongLong", I64, call_python(k, "PyList_GetItem", PTR, numbers, i))
+
+
 def _write_sequences(p: _Packer, places: Value, k_at: Value, v_at: Value) -> Value:
     """Writes the length of each sequence of a cache or pool, and where its pages are; 0 if there are others."""
     k = p.k
-    lengths, lists = p.argument(8), p.argument(9)
+    lengths, lists = k.p["lengths"], k.p["lists"]
     count = p.of_call("items_count") // len(ITEM)
     stores = p.of_call("put_count") > 0
     fits = k.variable(k.zext(call_python(k, "PyList_Size", I64, lengths).equals(count), I64))
-    has_lists = Value(k, k.b.icmp_unsigned("!=", lists.x, k.load(PTR, p.call, REPEAT.offset("none")).x))
+    has_lists = p.is_given("lists")
     with k.when(has_lists):
         fits.set(fits.get() & k.zext(call_python(k, "PyList_Size", I64, lists).equals(count), I64))
     put = p.part("put")
@@ -671,7 +777,7 @@ def _write_sequences(p: _Packer, places: Value, k_at: Value, v_at: Value) -> Val
             k.store(value, put, 8 * (APPEND.word("k") + n))
         k.store(p.of_call("put_tickets"), put, 8 * LIMIT)
     with k.when(fits.get().differs(0)), k.range(0, count) as i:
-        length = call_python(k, "PyLong_AsLongLong", I64, call_python(k, "PyList_GetItem", PTR, lengths, i))
+        length = _number_in(k, lengths, i) + k.p["new"]
         item = k.at(p.part("items"), i * (8 * len(ITEM)))
         run = k.at(put, k.i64(8 * len(APPEND.names)) + i * RUN.bytes)
         k.store(length, item, 8 * ITEM.k_len)
@@ -679,7 +785,7 @@ def _write_sequences(p: _Packer, places: Value, k_at: Value, v_at: Value) -> Val
         with k.when(stores):
             k.store(length - k.load(I64, run, RUN.offset("count")), run, RUN.offset("slot"))
         with k.when(has_lists):
-            at = call_python(k, "PyLong_AsLongLong", I64, call_python(k, "PyList_GetItem", PTR, lists, i))
+            at = _number_in(k, lists, i)
             k.store(at, item, 8 * ITEM.pages)
             with k.when(stores):
                 k.store(at, run, RUN.offset("list"))
@@ -725,3 +831,144 @@ def _write_table_of_keys(p: _Packer, t: int, place: Any, row: Value) -> None:
     firsts = k.pointer(p.of_call(f"firsts{t}"))
     with k.range(0, p.of_call(f"first_count{t}")) as i:
         k.store(keys.get() - rows.get(), p.part("numbers"), k.load(I64, firsts, i * 8) * 8)
+
+
+# --- repeat
+
+
+def _write_repeat(module: Module, symbol: str, look: Any, run: Any) -> None:
+    """repeat(call, options, machine, place, seed, store, lengths, limits, rows, q, k, v, …): the result of a call.
+
+    call, options, machine, place: of its CallKey. store: addresses of a cache's keys and values, or None. lengths: of
+    its sequences so far, or None; then the result is a pair with the lengths afterwards. limits: the greatest length,
+    and the most new tokens. rows, and the arrays: read()'s arguments. seed: of dropout.
+
+    Where no such call is prepared, or machine code does not run it, read()'s answer is returned.
+    """
+    find, grow = _find_function(module), _grow_function(module)
+    method = _Method(module, symbol)
+    k = method.k
+    of = {name: method.argument(n) for n, name in enumerate(_REPEATED)}
+    reader = _Reader(method, look, len(_REPEATED))
+    layout = reader.write_layout()
+    with k.when(reader.first.equals(_TENSOR)):
+        record = k.call(find, method.held, *[of[name] for name in ("call", "options", "machine", "place")], layout)
+        with k.when(_is_null(k, record)):
+            with k.when(_is_null(k, method.call("PyErr_Occurred", PTR)).equals(0)):
+                method.drop(layout)
+                k.b.ret(method.null().x)
+        with k.when(_is_null(k, record).equals(0)):
+            _write_repetition(method, reader, record, layout, of, grow, run)
+            method.drop(record)
+    k.b.ret(reader.write_answer(layout).x)
+
+
+def _write_repetition(
+    method: _Method, reader: _Reader, record: Value, layout: Value, of: dict[str, Value], grow: Any, run: Any
+) -> None:
+    """Runs the call of a record, and ends the method with its result; goes on where machine code does not run it."""
+    k = method.k
+    held = record, layout
+    address = method.call("PyObject_GetAttr", PTR, record, method.known("address"))
+    method.leave_if_null(address, *held)
+    call = method.call("PyLong_AsVoidPtr", PTR, address)
+    method.drop(address)
+    is_alike = k.variable(k.i64(0))  # a record at 0 stands for a call that is Python's
+    with k.when(_is_null(k, call).equals(0)):
+        is_alike.set(k.load(I64, call, REPEAT.offset("alike")))
+    with k.when(is_alike.get().differs(0)):
+        keys, values = (k.variable(k.i64(0)) for _ in range(2))
+        with k.when(method.is_none(of["store"]).equals(0)):
+            for n, variable in enumerate((keys, values)):
+                part = method.call("PyTuple_GetItem", PTR, of["store"], k.i64(n))
+                variable.set(method.call("PyLong_AsLongLong", I64, part))
+        new = k.load(I64, call, REPEAT.offset("new"))
+        grows = method.is_none(of["lengths"]).equals(0)
+        totals = k.variable(k.i64(0))
+        with k.when(grows):
+            grown = k.call(grow, method.held, call, of["lengths"], of["limits"])
+            method.leave_if_null(grown, *held)
+            totals.set(Value(k, k.b.ptrtoint(grown.x, I64)))
+        after = k.pointer(totals.get())
+        with k.when(grows.equals(0) | method.is_none(after).equals(0)):
+            q, seed = k.load(PTR, reader.arrays), method.call("PyLong_AsUnsignedLongLong", I64, of["seed"])
+            none = method.known("none")
+            given = call, reader.places, keys.get(), values.get(), q, k.i64(0), k.i64(0), seed, of["lengths"], none, new
+            result = k.call(run, method.held, *given)
+            with k.when(_is_null(k, result)):
+                with k.when(grows):
+                    method.drop(after)
+                method.drop(*held)
+                k.b.ret(method.null().x)
+            is_result = (method.is_none(result) | _is_same(k, result, method.known("false"))).equals(0)
+            with k.when(is_result):
+                method.drop(*held)
+                with k.when(grows.equals(0)):
+                    k.b.ret(result.x)
+                k.b.ret(method.tuple_of(result, after).x)
+            method.drop(result)
+        with k.when(grows):
+            method.drop(after)
+
+
+def _find_function(module: Module) -> Any:
+    """find(held, call, options, machine, place, layout): the record of a prepared call, as Memo.get() finds it.
+
+    Returns a new reference; null where there is none, or where Python raised.
+    """
+    names = ("held", "call", "options", "machine", "place", "layout")
+    k = module.function("find", dict.fromkeys(names, PTR), PTR, special=True)
+    caller = _Caller(k, k.p["held"])
+    parts = [k.p[name] for name in ("call", "options", "layout", "machine", "place")]  # CallKey's order
+    for x in parts:
+        caller.call("Py_IncRef", VOID, x)
+    key = caller.tuple_of(*parts)
+    entry = caller.call("PyDict_GetItemWithError", PTR, caller.known("prepared"), key)
+    caller.leave_if_null(entry, key)
+    now = caller.call("PyIter_Next", PTR, caller.known("clock"))
+    caller.leave_if_null(now, key)
+    caller.call("PyList_SetItem", I32, entry, k.i64(USED), now)
+    prepared = caller.call("PyList_GetItem", PTR, entry, k.i64(VALUE))
+    call = caller.call("PyObject_GetAttr", PTR, prepared, caller.known("call"))
+    caller.drop(key)
+    caller.leave_if_null(call)
+    with k.when(caller.is_none(call)):  # tokens are stored, and nothing else
+        caller.drop(call)
+        k.b.ret(caller.null().x)
+    record = caller.call("PyObject_GetAttr", PTR, call, caller.known("record"))
+    caller.drop(call)
+    with k.when(caller.is_none(record)):  # it runs for the first time, or its kernel is unloaded
+        caller.drop(record)
+        k.b.ret(caller.null().x)
+    return k.finish(record)
+
+
+def _grow_function(module: Module) -> Any:
+    """grow(held, call, lengths, limits): a list of the lengths with new tokens, as Prepared.fits() takes them.
+
+    Returns None where the call is not for these; null where Python raised.
+    """
+    k = module.function("grow", dict.fromkeys(("held", "call", "lengths", "limits"), PTR), PTR, special=True)
+    caller = _Caller(k, k.p["held"])
+    new, spans = (k.load(I64, k.p["call"], REPEAT.offset(name)) for name in ("new", "spans"))
+    most, most_new = (
+        caller.call("PyLong_AsLongLong", I64, caller.call("PyTuple_GetItem", PTR, k.p["limits"], k.i64(n)))
+        for n in range(2)
+    )
+    count = caller.call("PyList_Size", I64, k.p["lengths"])
+    totals = caller.call("PyList_New", PTR, count)
+    caller.leave_if_null(totals)
+    shortest, longest = k.variable(k.i64(SPAN)), k.variable(k.i64(0))
+    with k.range(0, count) as i:
+        total = _number_in(k, k.p["lengths"], i) + new
+        shortest.set(k.min(total, shortest.get()))
+        longest.set(k.max(total, longest.get()))
+        number = caller.call("PyLong_FromLongLong", PTR, total)
+        caller.leave_if_null(number, totals)
+        caller.call("PyList_SetItem", I32, totals, i, number)
+    is_of_spans = (longest.get() > (spans >> 1) * SPAN) & (longest.get() <= spans * SPAN)
+    fits = (shortest.get() > 0) & is_of_spans & (longest.get() <= most) & (new <= most_new)
+    with k.when(fits.equals(0)):
+        caller.drop(totals)
+        k.b.ret(caller.none().x)
+    return k.finish(totals)

@@ -112,13 +112,14 @@ PLACE = Record("address", *_OF_DIMS)
 READER = Record(
     "none", "false", "refusals", "ndarray", "tensor", "exchange",
     "is_neg", "is_copy_on_write", "untyped_storage", "storage_offset", "empty_like",
-    "questions", "question_count", "level_of", "level", "no_level", "plainly", "region", "taken",
+    "questions", "question_count", "level_of", "level", "no_level", "plainly", "region", "taken", "team",
+    "prepared", "clock", "call", "record", "address",
 )  # fmt: skip
 # of a thread: how it runs a region on several threads
 TEAM = Record("serve", "threads", "openmp", "clock")
 _PARTS = ("words", "items", "tables", "numbers", "put")  # copied from templates: where from, and how many words
 REPEAT = Record(
-    "none", "kernel", "tickets", "threads", "inline_below", "rows", "counts", "partials",
+    "none", "kernel", "tickets", "threads", "inline_below", "rows", "counts", "partials", "alike", "new", "spans",
     "put_kernel", "put_ticket", "put_tickets",
     "room",  # bytes of all parts
     *_PARTS, "arrived", "wrong", "scratch",  # bytes from the room's first to each part

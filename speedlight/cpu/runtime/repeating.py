@@ -13,8 +13,9 @@ from ...errors import pass_on
 from ...host.insides import TORCH
 from ...host.llvm import load
 from ...host.machine import host_arch, isa_named
-from ...problem.prepared import read_plainly
-from ..kernels.repeat import PYTHON, RepeatShape
+from ...problem.prepared import prepared_calls, read_plainly
+from ...problem.problem import spans_of
+from ..kernels.repeat import KEY_PARTS, PYTHON, RepeatShape
 from ..memory.records import READER, REPEAT, TABLED, WRONG
 from . import workers
 from .compile import lock, objects_of, symbol_of
@@ -30,17 +31,19 @@ _REFUSALS = (RuntimeError, BufferError, TypeError, ValueError)  # by which libra
 
 
 class Functions:
-    """The functions `read` and `run` of this process."""
+    """The functions `read`, `run` and `repeat` of this process."""
 
     def __init__(self) -> None:
         self.read: Any = read_plainly
+        self.repeat: Any = self.repeat_rest
         self.run: Any = None  # where this Python has no such functions
         self._has_torch = False
         self._block = (ctypes.c_int64 * len(READER.names))()
         self._held: list[Any] = [object()]
         self._set(
             none=None, false=False, refusals=_REFUSALS, ndarray=np.ndarray, plainly=self.read_rest,
-            region=workers.region_holder(), taken=self._held[0],
+            region=workers.region_holder(), taken=self._held[0], team=workers.team_address,
+            prepared=prepared_calls.held, clock=prepared_calls.clock, call="call", record="record", address="address",
         )  # fmt: skip
         if _is_known_python():
             self._load()
@@ -53,15 +56,19 @@ class Functions:
             return self.read(rows, *arrays)
         return read_plainly(rows, *arrays)
 
+    def repeat_rest(self, *given: Any) -> tuple[Any, bytes] | None:
+        """Reads the arrays of a call for Python to repeat it."""
+        return self.read_rest(*given[KEY_PARTS:])
+
     def _load(self) -> None:
         shape = RepeatShape(isa_named({"x86_64": "avx2", "aarch64": "neon"}[host_arch()]))
         symbol = symbol_of(shape)
-        names = symbol, f"{symbol}_read"
+        names = symbol, f"{symbol}_read", f"{symbol}_repeat"
         symbols = {name: ctypes.cast(ctypes.pythonapi[name], ctypes.c_void_p).value or 0 for name in PYTHON}
         with lock:
             code = load(objects_of(shape)[0], names, symbols=symbols)
         block = _call("PyCapsule_New", ctypes.py_object, ctypes.addressof(self._block), None, None)
-        self.run, self.read = (self._function(name, code, block) for name in names)
+        self.run, self.read, self.repeat = (self._function(name, code, block) for name in names)
 
     def _function(self, name: str, code: Any, block: Any) -> Any:
         """Makes a function of Python's. It, and what it reads, stay: whoever has the function may call it."""
@@ -150,15 +157,14 @@ class Record:
     run(address, …) is kernels/repeat.py's: it returns None where it does not take the call.
     """
 
-    __slots__ = ("_held", "address", "run", "threads")
-    team = staticmethod(workers.team_address)
+    __slots__ = ("_held", "address", "run")
 
     def __init__(self, words: dict[str, int], held: list[Any]) -> None:
         record = (ctypes.c_int64 * len(REPEAT.names))()
         for name, value in words.items():
             record[REPEAT.word(name)] = value
         self.address, self._held = ctypes.addressof(record), [*held, record]
-        self.run, self.threads = functions().run, words["threads"]
+        self.run = functions().run
 
 
 def _never(*_call: Any) -> None:
@@ -168,8 +174,7 @@ def _never(*_call: Any) -> None:
 class _NotRepeated:
     """Stands for the record of a call that machine code does not run."""
 
-    address, threads, run = 0, 1, staticmethod(_never)
-    team = staticmethod(workers.team_address)
+    address, run = 0, staticmethod(_never)
 
 
 NOT_REPEATED = _NotRepeated()
@@ -192,6 +197,8 @@ def record_of(call: Any) -> Record | None:
         "threads": 1 if launch.inline else launch.threads, "inline_below": call.inline_keys, "rows": call.rows,
         "counts": call.counts_at, "partials": launch.partials_at, "arrived_count": launch.groups,
         "wrong_count": launch.threads if launch.lookups else 0,
+        "alike": int(call.result_layout.alike), "new": 0 if put is None else put.counts[0],
+        "spans": spans_of(max(call.problem.k_lengths, default=0)),
         **{f"slot{t}": -1 for t in TABLED},
     }  # fmt: skip
     if call.places:

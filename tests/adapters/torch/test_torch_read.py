@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from conftest import FULL
 from injection import interrupted, needs_places, places, spread
-from repeated import counted, forget, in_python, kept, read_by_python
+from repeated import counted, forget, in_python, kept, last_used, read_by_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ from speedlight.cpu.memory.records import READER
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.cpu.runtime import repeating, workers
 from speedlight.host.insides import TORCH
-from speedlight.problem.prepared import Prepared, array_places, prepared_calls, read_plainly
+from speedlight.problem.prepared import array_places, prepared_calls, read_plainly
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
@@ -910,18 +910,14 @@ def test_a_call_runs_on_as_many_threads_as_now(counts, monkeypatch):
             for threads in (2, 1, 3, 2):
                 sl.set_threads(threads)
                 found = []
-                with monkeypatch.context() as patch:
-                    patch.setattr(Prepared, "run", recorded(Prepared.run, found))
-                    for _ in range(3):
-                        same(sl.attention(q, k, v), by_python(lambda: sl.attention(q, k, v)))
-                assert len(found) >= 2 and {x.call.machine[0] for x in found} == {threads}
+                ran = counts.ran
+                for _ in range(3):
+                    out = sl.attention(q, k, v)
+                    found.append(last_used())
+                    same(out, by_python(lambda: sl.attention(q, k, v)))
+                assert counts.ran - ran >= 2 and {x.call.machine[0] for x in found} == {threads}
     finally:
         sl.set_threads(None)
-
-
-def recorded(run, found):
-    """Returns a method that notes whose it is."""
-    return lambda self, *given, **more: (found.append(self), run(self, *given, **more))[1]
 
 
 def test_a_region_of_another_thread(counts):
@@ -1054,14 +1050,16 @@ def anew(monkeypatch):
 
     def load():
         repeating.functions.cache_clear()
-        vars(engines.cpu()).pop("read", None)
+        for name in ("read", "repeat"):
+            vars(engines.cpu()).pop(name, None)
         prepared_calls.clear()
 
     before = repeating.functions()
     load()
     yield load
     repeating.functions.cache_clear()
-    vars(engines.cpu()).pop("read", None)
+    for name in ("read", "repeat"):
+        vars(engines.cpu()).pop(name, None)
     prepared_calls.clear()
     monkeypatch.setattr(repeating.functions, "__wrapped__", lambda: before, raising=False)
 
