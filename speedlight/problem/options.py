@@ -40,6 +40,7 @@ class TorchDtype(Protocol):
 
 
 AnyArray = ArrayOf[Any]
+Keys = AnyArray | tuple[AnyArray, AnyArray] | list[AnyArray]  # or two parts, side by side along head_dim
 Int = SupportsIndex  # Python's, NumPy's, a tensor of one
 Ints = Sequence[Int] | AnyArray
 BlockTable = AnyArray | Sequence[Ints]
@@ -126,6 +127,7 @@ class ArrayCall(AllOptions, total=False):
 
     out: AnyArray | None
     engine: Engine | None
+    value_dim: Int | None
 
 
 class PagedCall(PagedOptions, total=False):
@@ -133,6 +135,7 @@ class PagedCall(PagedOptions, total=False):
 
     out: AnyArray | None
     engine: Engine | None
+    value_dim: Int | None
 
 
 class StepCall(StepOptions, total=False):
