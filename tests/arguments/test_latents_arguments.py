@@ -29,7 +29,7 @@ class Exporter:
 
 
 WRONG: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (K, None, {"value_dim": 25}, "value_dim: expected 1 to 24, the last dimension of k; got 25. Values of other columns"),
+    (K, None, {"value_dim": 25}, "value_dim: expected 1 to 24, the last dimension of k; got 25. Values of other"),
     (K, None, {"value_dim": 0}, "value_dim: expected 1 to 24"),
     (K, None, {"value_dim": 1.5}, "value_dim: expected an int; got float"),
     (K, None, {"value_dim": True}, "value_dim: expected an int; got bool"),
@@ -82,7 +82,7 @@ def test_wrong_pages():
 def test_a_pair_on_a_gpu_is_refused(monkeypatch):
     """Its engine reads keys in one array; the error names a way there, and the CPU."""
     monkeypatch.setattr(latents, "on_gpu", lambda x: True)
-    message = re.escape("k: expected keys in one array on a GPU; got a pair. Join them, torch.cat(k, -1), or use arrays")
+    message = re.escape("k: expected keys in one array on a GPU; got a pair. Join them, torch.cat(k, -1), or use")
     with pytest.raises(sl.UnsupportedError, match=message + ".*on the CPU"):
         sl.attention(Q, (LATENT, ROTARY), None)
 

@@ -26,6 +26,10 @@ class Latents:
     options: dict[str, Any]
 
     @property
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.latent, self.rotary
+
+    @property
     def k(self) -> np.ndarray:
         """Keys in one array."""
         return np.concatenate([self.latent, self.rotary], -1)
@@ -81,23 +85,23 @@ def draw_latents(
     )
 
 
-def laid(p: Latents, place: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def laid(parts: tuple[np.ndarray, np.ndarray], place: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Returns both parts, lying in memory as `place` says; NaN is around them."""
-    columns, more = p.latent.shape[-1], p.rotary.shape[-1]
+    columns, more = (x.shape[-1] for x in parts)
     if place not in ("one row", "rotary first"):
-        return lie(p.latent, place, rng), lie(p.rotary, place, rng)
-    wide = np.full((*p.latent.shape[:-1], columns + more + 5), np.nan, p.latent.dtype)
+        return lie(parts[0], place, rng), lie(parts[1], place, rng)
+    wide = np.full((*parts[0].shape[:-1], columns + more + 5), np.nan, parts[0].dtype)
     first = 2 if place == "one row" else 3 + more
     second = 2 + columns if place == "one row" else 1
     latent, rotary = wide[..., first : first + columns], wide[..., second : second + more]
-    latent[...], rotary[...] = p.latent, p.rotary
+    latent[...], rotary[...] = parts
     return latent, rotary
 
 
 def calls(p: Latents, place: str, rng: np.random.Generator) -> list[tuple[Any, Any, dict[str, int]]]:
     """Returns k, v and value_dim of every call that means the problem and copies nothing."""
-    pair, columns = laid(p, place, rng), {"value_dim": p.value_dim}
-    row = laid(p, "one row", rng)
+    pair, columns = laid(p.parts, place, rng), {"value_dim": p.value_dim}
+    row = laid(p.parts, "one row", rng)
     strides = row[0].strides
     joined = np.lib.stride_tricks.as_strided(row[0], (*row[0].shape[:-1], p.q.shape[-1]), strides)
     found = [
