@@ -42,7 +42,7 @@ In order of use; help(speedlight.attention) has every option:
     ReservationError, FileError, CompileError, CommunicationError
 
 Imported by name: speedlight.torch, speedlight.distributed, speedlight.transformers, speedlight.flash_attn,
-speedlight.jax, speedlight.onnx.
+speedlight.flash_mla, speedlight.jax, speedlight.onnx.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from .problem.options import (
     Engine,
     Int,
     Ints,
+    Keys,
     Layout,
     Mask,
     Options,
@@ -43,15 +44,15 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, **options: Unpack[ArrayCall]
+    q: ArrayOf[T], k: Keys, v: AnyArray | None, *, return_lse: Literal[False] = False, **options: Unpack[ArrayCall]
 ) -> T: ...
 @overload
 def attention(
-    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[True], **options: Unpack[ArrayCall]
+    q: ArrayOf[T], k: Keys, v: AnyArray | None, *, return_lse: Literal[True], **options: Unpack[ArrayCall]
 ) -> tuple[T, T]: ...
 @overload
 def attention(
-    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: bool, **options: Unpack[ArrayCall]
+    q: ArrayOf[T], k: Keys, v: AnyArray | None, *, return_lse: bool, **options: Unpack[ArrayCall]
 ) -> T | tuple[T, T]: ...
 @public()
 def attention(

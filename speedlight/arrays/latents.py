@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, shown
-from .array import describe
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from .array import describe, is_masked, on_gpu
 from .integers import integer
 from .memory import Array
 from .torch_tensors import is_tensor
@@ -53,12 +53,17 @@ def resolve(k: Any, v: Any, value_dim: Any, names: tuple[str, str] = ("k", "v"))
             )
         return join(k), v
     latent = k[0] if is_pair else k
-    most = latent.shape[-1] if getattr(latent, "shape", ()) else 0
     if value_dim is None and not is_pair:
         raise ArgumentTypeError(
             f"{names[1]}: expected an array; got None. Where values are the first columns of {names[0]}, give "
             "value_dim=."
         )
+    if not getattr(latent, "shape", ()) or not hasattr(latent, "__getitem__"):
+        raise ArgumentTypeError(
+            f"{names[0]}: expected an array of NumPy or PyTorch, whose first columns {names[1]} is; got "
+            f"{type(latent).__name__}. Convert it, or give {names[1]}."
+        )
+    most = latent.shape[-1]
     columns = most if value_dim is None else integer("value_dim", value_dim)
     if not 1 <= columns <= most:
         whose = f"{names[0]}[0]" if is_pair else names[0]
@@ -99,14 +104,23 @@ def fold_gradients(gradients: tuple[Any, ...], k: Any, v: Any) -> tuple[Any, ...
         gradients: of joined keys and of values.
         k, v: as the caller gave them.
     """
-    dq, dk, dv, *more = gradients
+    _, dk, dv, *_ = gradients
     if v is None:
         dk[..., : dv.shape[-1]] += dv
-        dv = None
+    return split_gradients(gradients, k, v)
+
+
+def split_gradients(gradients: tuple[Any, ...], k: Any, v: Any) -> tuple[Any, ...]:
+    """Returns gradients, or their bounds, whose dk holds dv where there are no values: of a pair of keys a pair.
+
+    Args:
+        gradients, k, v: as for `fold_gradients`.
+    """
+    dq, dk, dv, *more = gradients
     if isinstance(k, (tuple, list)):
         columns = k[0].shape[-1]
         dk = dk[..., :columns], dk[..., columns:]
-    return dq, dk, dv, *more
+    return dq, dk, None if v is None else dv, *more
 
 
 def join(k: Any) -> Any:
@@ -126,7 +140,7 @@ def _check_pair(k: Any, name: str) -> None:
         )
     latent, rotary = k
     for n, x in enumerate(k):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype") or is_masked(x):
             raise ArgumentTypeError(
                 f"{name}: expected an array, or a pair (latent, rotary) of arrays; got {type(x).__name__} as "
                 f"{name}[{n}]."
@@ -140,4 +154,9 @@ def _check_pair(k: Any, name: str) -> None:
         raise ArgumentTypeError(
             f"{name}: expected a pair of arrays of one kind and dtype; got {type(latent).__name__} of {latent.dtype} "
             f"and {type(rotary).__name__} of {rotary.dtype}."
+        )
+    if on_gpu(latent) or on_gpu(rotary):
+        raise UnsupportedError(
+            f"{name}: expected keys in one array on a GPU; got a pair. Join them, torch.cat({name}, -1), or use arrays "
+            "on the CPU."
         )

@@ -19,7 +19,7 @@ from ..problem.build import from_arrays
 from ..problem.gradients import SINKS, Given, are_named, asked, resolved
 from ..problem.operands import Operands
 from ..problem.option_keys import key_of_repeated
-from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, Int, K, Options, T, V, scores_of
+from ..problem.options import AllOptions, AnyArray, ArrayOf, Engine, Grads, Int, K, Keys, Options, T, V, scores_of
 from ..problem.prepared import CallKey, array_places, prepared_calls
 from ..problem.signatures import public
 
@@ -32,14 +32,21 @@ _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 @overload
 def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
-    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), engine: Engine | None = None,
+    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), engine: Engine | None = None, value_dim: None = None,
     **options: Unpack[AllOptions],
 ) -> tuple[T, K, V]: ...  # fmt: skip
 @overload
 def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
-    d_lse: AnyArray | None = None, *, grads: Grads, engine: Engine | None = None, **options: Unpack[AllOptions],
+    d_lse: AnyArray | None = None, *, grads: Grads, engine: Engine | None = None, value_dim: None = None,
+    **options: Unpack[AllOptions],
 ) -> tuple[T, K, V, tuple[T, ...]]: ...  # fmt: skip
+@overload
+def attention_backward(
+    q: AnyArray, k: Keys, v: AnyArray | None, out: AnyArray, lse: AnyArray, d_out: AnyArray,
+    d_lse: AnyArray | None = None, *, grads: Grads = (), engine: Engine | None = None, value_dim: Int | None = None,
+    **options: Unpack[AllOptions],
+) -> tuple[Any, ...]: ...  # fmt: skip
 @public(AllOptions)
 def attention_backward(
     q: Any,

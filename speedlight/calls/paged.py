@@ -17,7 +17,19 @@ from ..problem.block_tables import check_pages
 from ..problem.build import Stored, from_stored
 from ..problem.checks import check_flag, check_layout, packed_lengths
 from ..problem.operands import PagedKeys, Rows
-from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Int, Ints, Options, PagedCall, PagedOptions, T
+from ..problem.options import (
+    AnyArray,
+    ArrayOf,
+    BlockTable,
+    Engine,
+    Int,
+    Ints,
+    Keys,
+    Options,
+    PagedCall,
+    PagedOptions,
+    T,
+)
 from ..problem.prepared import CallKey, Prepared, addresses_in, prepared_calls
 from ..problem.problem import SPAN, Problem, spans_of
 from ..problem.results import results_for
@@ -29,17 +41,17 @@ if TYPE_CHECKING:
 
 @overload
 def attention_paged(
-    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    q: ArrayOf[T], k_pages: Keys, v_pages: AnyArray | None, block_table: BlockTable, k_lengths: Ints, *,
     return_lse: Literal[False] = False, **options: Unpack[PagedCall],
 ) -> T: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    q: ArrayOf[T], k_pages: Keys, v_pages: AnyArray | None, block_table: BlockTable, k_lengths: Ints, *,
     return_lse: Literal[True], **options: Unpack[PagedCall],
 ) -> tuple[T, T]: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    q: ArrayOf[T], k_pages: Keys, v_pages: AnyArray | None, block_table: BlockTable, k_lengths: Ints, *,
     return_lse: bool, **options: Unpack[PagedCall],
 ) -> T | tuple[T, T]: ...  # fmt: skip
 @public(PagedOptions)

@@ -83,7 +83,7 @@ def hint_of(function: Any, name: str) -> str | None:
 
 def _has_others(function: Any) -> bool:
     """Returns whether a call has another library's arguments."""
-    homes = ("flash_attn", "jax", "torch.dot_product", "torch.flex")
+    homes = ("flash_attn", "flash_mla", "jax", "torch.dot_product", "torch.flex")
     return bool(function.__module__.startswith(tuple([f"speedlight.{x}" for x in homes])))
 
 

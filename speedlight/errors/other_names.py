@@ -96,6 +96,7 @@ ADAPTERS = {
     ("score_mod", "mask_mod", "block_mask"): "speedlight.torch.flex_attention() has FlexAttention's arguments.",
     ("softmax_scale", "window_size", "alibi_slopes", "seqused_k", "cache_seqlens"): "speedlight.flash_attn has the "
     "calls of flash-attn.",
+    ("head_dim_v", "tile_scheduler_metadata", "is_fp8_kvcache"): "speedlight.flash_mla has FlashMLA's calls.",
 }
 _HEADS = "num_kv_heads n_kv_heads num_key_value_heads num_heads_kv kv_num_heads nheads_k"
 _BATCH = "batch_size bsz max_batch_size"
@@ -373,9 +374,10 @@ SHARED: dict[str, tuple[str, ...]] = {
 ELSEWHERE = {
     "speedlight": _by_name(
         {
-            "torch jax onnx flash_attn transformers distributed": "import speedlight.{name} first",
+            "torch jax onnx flash_attn flash_mla transformers distributed": "import speedlight.{name} first",
             "scaled_dot_product_attention flex_attention create_block_mask sdpa patch": "speedlight.torch has {name}()",
             "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache": "speedlight.flash_attn has {name}()",
+            "flash_mla_with_kvcache get_mla_metadata": "speedlight.flash_mla has {name}()",
             "dot_product_attention": "speedlight.jax has {name}()",
             "register": "speedlight.transformers has {name}()",
             "flash_attention memory_efficient_attention attention_forward": "use attention()",

@@ -382,6 +382,11 @@ xla.register("speedlight_attention_backward", _run_backward)
 
 
 def _read_array(name: str, x: Any) -> Any:
+    if x is None or isinstance(x, tuple):
+        raise ArgumentTypeError(
+            f"{name}: expected an array; got {type(x).__name__}. Keys in two parts, and values in the keys, are "
+            "speedlight.attention()'s: join here by jnp.concatenate."
+        )
     x = jnp.asarray(x)
     if x.dtype.name not in DTYPES:
         raise ArgumentTypeError(

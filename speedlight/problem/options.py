@@ -41,6 +41,7 @@ class TorchDtype(Protocol):
 
 
 AnyArray = ArrayOf[Any]
+Keys = AnyArray | tuple[AnyArray, AnyArray] | list[AnyArray]  # or two parts, side by side along head_dim
 Int = SupportsIndex  # Python's, NumPy's, a tensor of one
 Ints = Sequence[Int] | AnyArray
 BlockTable = AnyArray | Sequence[Ints]
@@ -127,6 +128,7 @@ class ArrayCall(AllOptions, total=False):
 
     out: AnyArray | None
     engine: Engine | None
+    value_dim: Int | None
 
 
 class PagedCall(PagedOptions, total=False):
@@ -134,6 +136,7 @@ class PagedCall(PagedOptions, total=False):
 
     out: AnyArray | None
     engine: Engine | None
+    value_dim: Int | None
 
 
 class StepCall(StepOptions, total=False):

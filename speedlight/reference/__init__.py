@@ -38,6 +38,7 @@ from .backward_bounds import (
     Sums,
     add_share,
     add_terms,
+    folded_bound,
     key_bounds,
     query_bound,
     shared_bound,
@@ -155,6 +156,7 @@ def backward_bound(
     grads: Any = (),
     dot: bool | str = False,
     tile: int | None = None,
+    value_dim: Any = None,
     **options: Unpack[AllOptions],
 ) -> Any:
     """Bounds how far gradients may be from `backward`, element by element: by the roundings of these very numbers,
@@ -164,9 +166,11 @@ def backward_bound(
         q, k, v, out, lse, d_out, d_lse, grads, **options: as for `backward`.
         dot: bfloat16 by the dot instruction.
         tile: by the GPU engine, as for `error_bound`.
+        value_dim: as for `attention`, with v=None.
 
     Returns:
-        GradientBounds, of dq, dk and dv; with `grads` (dq, dk, dv, grads), as `backward` returns them.
+        GradientBounds, of dq, dk and dv; with `grads` (dq, dk, dv, grads), as `backward` returns them. Of a pair of
+        keys dk is a pair. With v=None, dv is None, and dk's bound is of the sum.
 
     >>> import numpy as np, speedlight as sl
     >>> x = np.ones((1, 1, 2, 4), np.float32)
@@ -175,6 +179,8 @@ def backward_bound(
     True
     """
     check_flag("dot", dot)
+    given = k, v
+    k, v = latents.resolve_joined(k, v, value_dim)
     case = _case(backward_bound, q, k, v, options)
     flow, tile = Flow(case, q, (out, lse, d_out, d_lse), grads), None if tile is None else size("tile", tile, 1)
     arithmetic = Arithmetic(case.problem, dot=dot, tile=tile, precision=options.get("precision", "ieee"))
@@ -199,7 +205,11 @@ def backward_bound(
         if shared:
             dk, dv = (shared_bound(y, off, arithmetic) for y, off in zip(of_items, (dk, dv), strict=True))
         bounds = tuple(summed_bound(sums, grad, arithmetic) for grad, sums in further.items())
-    own = GradientBounds(*(case.outward(x) for x in (dq, dk, dv)))
+    outward = tuple(case.outward(x) for x in (dq, dk, dv))
+    if given[1] is None:
+        exact = backward(q, k, v, out, lse, d_out, d_lse, **options)
+        outward = outward[0], folded_bound(outward[1:], exact[1:], case.problem.dtype), outward[2]
+    own = GradientBounds(*latents.split_gradients(outward, *given))
     return (*own, bounds) if bounds else own
 
 

@@ -152,6 +152,22 @@ def shared_bound(sums: Sums, off: np.ndarray, a: Arithmetic) -> np.ndarray:
     return _stored(sums.total, off, u, dtype)
 
 
+def folded_bound(bounds: tuple[np.ndarray, ...], gradients: tuple[np.ndarray, ...], dtype: str) -> np.ndarray:
+    """Bounds dk where values are the keys' first columns: dv, rounded by itself, is added there and rounded once more.
+
+    Args:
+        bounds, gradients: of keys and values that are arrays of their own.
+    """
+    (off, more), (dk, dv) = bounds, gradients
+    both, total = off.copy(), dk.copy()
+    columns = dv.shape[-1]
+    total[..., :columns] += dv
+    u = ROUNDOFF[dtype] + (ROUNDOFF["float32"] if dtype in ("float16", "bfloat16") else 0.0)
+    own_rounding = ROUNDOFF["float64"] * np.abs(total[..., :columns])
+    both[..., :columns] = _stored(total[..., :columns], off[..., :columns] + more + own_rounding, u, dtype)
+    return both
+
+
 def add_terms(sums: Sums, x: Terms, grad: Table | str, a: Arithmetic) -> None:
     """Adds one head's terms to the gradient of a table, or of sinks."""
     if not isinstance(grad, Table):

@@ -161,6 +161,13 @@ CALLS = {
     ("PagedSequence.truncate", "length"): lambda n: paged(n, lambda pool, one, n: one.truncate(n(2))),
     ("view", "head item span q_len"): drawn,
     ("append_paged", "k_lengths new_lengths"): put_into_pages,
+    ("attention", "value_dim"): lambda n: sl.attention(Q, K, None, value_dim=n(3)),
+    ("attention_backward", "value_dim"): lambda n: sl.attention_backward(
+        Q, K, None, Q[..., :3], np.zeros(Q.shape[:3], np.float32), Q[..., :3], value_dim=n(3)
+    ),
+    ("attention_paged", "value_dim"): lambda n: sl.attention_paged(
+        Q, PAGES, None, [[0, 1], [2, 1]], [5, 4], value_dim=n(3)
+    ),
     ("attention_paged", "q_start"): lambda n: of_pages(n, q_start=n(1), causal=True),
     ("attention_paged", "seed"): lambda n: of_pages(n, dropout=0.5, seed=n(3)),
     ("attention_paged", "q_lengths"): lambda n: of_pages(n, q_lengths=[n(2), n(3)]),

@@ -36,7 +36,12 @@ slopes = sl.table(np.ones(8, np.float32))
 dq, dk, dv, (d_slopes,) = sl.attention_backward(q, k, v, out, lse, out, score=sl.alibi(slopes), grads=(slopes,))
 sl.attention_backward(q, k, v, out, lse, out, sink_logits=[0.0] * 8, grads=("sink_logits", slopes))
 
+assert_type(sl.attention(q, (k, k), None, causal=True), Matrix)
+assert_type(sl.attention(q, k, None, value_dim=16, return_lse=True), tuple[Matrix, Matrix])
+of_pair, of_latent, nothing = sl.attention_backward(q, (k, k), None, out, lse, out, value_dim=16)
+
 pages = np.ones((5, 16, 8, 32), np.float32)
+assert_type(sl.attention_paged(q, (pages, pages), None, [[4]], [5], value_dim=16), Matrix)
 assert_type(sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]), Matrix)
 assert_type(sl.attention_paged(q, pages, pages, np.array([[4]]), [5], return_lse=True), tuple[Matrix, Matrix])
 assert_type(sl.merge([out, out], [lse, lse]), tuple[Matrix, Matrix])
@@ -64,7 +69,8 @@ sl.attention_backward(q, k, v, out, lse, out, **options, grads=(slopes,))
 sl.plan(q, k, v, **options)
 
 sl.attention([[1.0]], k, v)  # pyright: ignore[reportArgumentType]
-sl.attention(q, k, None)  # pyright: ignore[reportArgumentType]
+sl.attention(q, None, v)  # pyright: ignore[reportArgumentType]
+sl.attention(q, (k, k, k), v)  # pyright: ignore[reportArgumentType]
 sl.attention(q, k)  # pyright: ignore[reportCallIssue]
 sl.attention(q, k, v, is_causal=True)  # pyright: ignore[reportCallIssue]
 sl.attention(q, k, v, causal="left")  # pyright: ignore[reportArgumentType]
