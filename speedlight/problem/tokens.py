@@ -18,6 +18,12 @@ class TokenShape(NamedTuple):
     value_dim: int
     dtype: str  # of arrays.CODES: codes, with a scale for each token and head
     most: int | None = None  # tokens that a sequence has room for; None where old ones make room
+    latent: bool = False  # values are the first value_dim columns of keys, and stored as a part of them
+
+    @property
+    def rotary_dim(self) -> int:
+        """Returns the columns of a latent key behind its values."""
+        return self.head_dim - self.value_dim
 
     def stored(self, lengths: list[int], **more: Any) -> Stored:
         """Describes stored tokens, so many of each sequence, for building a Problem; more: as Stored has it."""

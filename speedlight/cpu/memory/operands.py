@@ -58,7 +58,9 @@ class Paged(NamedTuple):
         pages, size = self.pages, DTYPES[dtype][1]
         strided = (not pages.lanes and x != size for x in (pages.k_column, pages.v_column))
         adjoin = not pages.lanes and 0 < pages.k_head < pages.k_row
-        return Strides(*strided, heads_adjoin=adjoin, is_paged=True, is_cached=pages.lanes)
+        # rows in one endless page lie as in an array
+        is_paged = pages.lanes or pages.size != ENDLESS
+        return Strides(*strided, heads_adjoin=adjoin, is_paged=is_paged, is_cached=pages.lanes)
 
 
 def words_of_keys(keys: Dense | Paged) -> dict[str, int]:
