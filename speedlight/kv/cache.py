@@ -33,7 +33,7 @@ from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved
 from .keeping import Left, Lengths, kept, shorten, truncated
-from .query import Query, check_queries, padded_tokens, piece_of, query_of, second_part
+from .query import MAKE_LATENT, Query, check_queries, padded_tokens, piece_of, query_of, second_part
 from .running import attend_pieces, repeat
 from .transaction import put_back, transact
 
@@ -316,7 +316,8 @@ class KVCache:
         if k is None or v is None:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
-                raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+                way = MAKE_LATENT * (name == "v")
+                raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.{way}")
             self._storage.lengths.check_capture({"q_lengths": q_lengths})
             return self._read(layer, query_of(self._storage, arrays, options, return_lse, out, q_lengths))
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, q_lengths)
@@ -427,7 +428,8 @@ class KVCache:
         indices = [check_index("batch_indices", i, self.batch) for i in given]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
-        new = type(self)(**self._sizes() | {"batch": len(indices)}, dtype=self.dtype, device=self._storage.name)
+        sizes: dict[str, Any] = self._sizes() | {"batch": len(indices)}
+        new = type(self)(**sizes, dtype=self.dtype, device=self._storage.name)
         held = self._now()
         self._storage.copy_to(new._storage, indices, [list(map(self._ring.held, *pair)) for pair in held])
         lengths = [([n[i] for i in indices], [w[i] for i in indices]) for n, w in held]
