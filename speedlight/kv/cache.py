@@ -65,7 +65,7 @@ class KVCache:
             lengths, and synchronize() brings the host's up to date.
         latent: True where values are the first value_dim columns of keys (multi-head latent attention, MLA), which are
             stored once. append() and attend() then take a latent as k and its rotary part as v, or a key with both as k
-            alone.
+            alone. Codes of latents are stored and given back, and have one scale for both parts; attend() refuses them.
 
     >>> import numpy as np, speedlight as sl
     >>> cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=4, capacity=8)

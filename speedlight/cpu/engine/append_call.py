@@ -63,6 +63,8 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
         """Returns the blocks of stores whose memory is (…, head, block, bytes)."""
+        if shape.latent:  # codes of whole keys lie as values do: the first part has no columns, and the same place
+            shape = shape._replace(head_dim=0, value_dim=shape.head_dim)
         k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
         fixed, around = ring or (ENDLESS, ENDLESS)
         return cls(shape, isa, k_head, k_block, v_head, v_block, fixed, around)

@@ -62,11 +62,6 @@ class BlockStorage(Storage):
 
     def __init__(self, shape: TokenShape, blocks: tuple[int, int, int], *, together: bool) -> None:
         """Reserves memory; blocks, together: as make_stores() has them."""
-        if shape.latent and shape.dtype in CODES:
-            raise UnsupportedError(
-                f"dtype: expected float32, float16, bfloat16 or float64 for latents (latent=True); got {shape.dtype}. "
-                f"Leave latent= out for a cache of {shape.dtype}, which stores values beside keys."
-            )
         self.shape = shape
         self.isa = current_isa()
         self.stores = make_stores(shape, blocks, together=together)
@@ -84,6 +79,12 @@ class BlockStorage(Storage):
         return x, x.dtype.name
 
     def query(self, q: Any) -> Array:
+        if self.shape.latent and not self.shape.has_rows:
+            raise UnsupportedError(
+                f"dtype: expected float32, float16, bfloat16 or float64 where latents are attended to; got "
+                f"{self.shape.dtype}, which keeps them and gives them back. Make the cache with another dtype, or "
+                "without latent=True."
+            )
         return describe(q, "q")
 
     # --- steps
@@ -114,8 +115,8 @@ class BlockStorage(Storage):
         def make() -> AppendCall:
             new_keys = self._new(k, self.keys[0].memory, counts)
             new_values = self._new(v, self.values[0].memory, counts)
-            if self.shape.latent:
-                new_values = self._behind_values(new_values, is_joined=v.shape[-1] == self.shape.head_dim)
+            if self.shape.has_rows:
+                new_values = self._behind_values(new_values, is_joined=self._is_joined(v))
             return AppendCall(self.blocks, new_keys, new_values, counts, get_threads(), heads)
 
         key = ("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, v.shape[-1], heads)
@@ -127,12 +128,27 @@ class BlockStorage(Storage):
         to = [n + columns * self.keys[0].kind.itemsize for n in new.to]
         return new._replace(to=to, items=[n + columns * new.column for n in new.items] if is_joined else new.items)
 
+    def _is_joined(self, v: np.ndarray) -> bool:
+        """Returns whether new latents are whole keys, which are k and v both."""
+        return v.shape[-1] == self.shape.head_dim
+
+    def _put_parts(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns new tokens as kernels store them: codes of latents are of whole keys, since one scale is of both
+        parts.
+        """
+        if self.shape.latent and not self.shape.has_rows and not self._is_joined(v):
+            k = v = np.concatenate([k, v], -1)
+        return k, v
+
     def _repeats_put(self, k: np.ndarray, v: np.ndarray) -> bool:
         """Returns whether a call that stores such tokens may be repeated for arrays of the same kind.
 
-        Not latents beside a rotary part as wide, for which a joined key of half the columns would be taken.
+        Not parts of latents that are to be joined first, nor a latent beside a rotary part as wide, since a joined key
+        of half the columns would be taken for both.
         """
-        return not self.shape.latent or k is v or k.shape[-1] != v.shape[-1]
+        if not self.shape.latent or self._is_joined(v):
+            return True
+        return self.shape.has_rows and k.shape[-1] != v.shape[-1]
 
     @abstractmethod
     def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
@@ -187,7 +203,7 @@ class CacheStorage(BlockStorage):
         self.attends_new = shape.dtype not in CODES and not shape.latent
         self.pages = self._pages()
         self.large_from = LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1
-        self.numbers = _numbers(ring.tokens // TILE, ring.size // TILE if shape.latent else 0).ctypes.data
+        self.numbers = _numbers(ring.tokens // TILE, ring.size // TILE if shape.has_rows else 0).ctypes.data
         self.blocks = self._blocks()
         self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
 
@@ -201,7 +217,7 @@ class CacheStorage(BlockStorage):
     def _blocks(self) -> Blocks:
         """Returns where new tokens go."""
         shape, ring, store = self.shape, self.ring, self.keys[0]
-        if shape.latent:
+        if shape.has_rows:
             head, size = store.memory.strides[1], TILE if ring.size else ENDLESS
             return Blocks.of_latents(shape, self.isa, head, TILE * store.row, size, self.numbers)
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
@@ -212,10 +228,10 @@ class CacheStorage(BlockStorage):
         k, v, ring = self.keys[0], self.values[0], self.ring
         heads, items = ([x.memory.strides[axis] for x in (k, v)] for axis in (1, 0))
         more = {"fixed": ring.fixed // TILE, "ring": ring.size // TILE} if ring.size else {}
-        if self.shape.latent:
+        if self.shape.has_rows:
             more |= {"k_column": k.kind.itemsize, "v_column": v.kind.itemsize}
         return Pages(
-            not self.shape.latent,
+            not self.shape.has_rows,
             TILE if ring.size else ENDLESS,
             k_head=heads[0],
             k_page=TILE * k.row,
@@ -233,6 +249,7 @@ class CacheStorage(BlockStorage):
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
+        k, v = self._put_parts(k, v)
         self.expect(max(lengths) + most)
         # a ring comes round: what later tokens write over is not stored, and no two threads may write to one block,
         # where tokens of a pair are stored together
@@ -244,7 +261,7 @@ class CacheStorage(BlockStorage):
             part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
             k_at, v_at = (address_of(x) + done * x.strides[2] for x in (k, v))
             slots = lengths if not done else [n + done for n in lengths]
-            if self.shape.latent:
+            if self.shape.has_rows:
                 slots = [self.ring.slot(n) for n in slots]
             self._put_of(k, v, part).start((k_at, v_at, *self.addresses[layer]), slots)
 
@@ -354,7 +371,7 @@ class CacheStorage(BlockStorage):
 
     def _repeats_put(self, k: np.ndarray, v: np.ndarray) -> bool:
         # rows find their place in a ring on the host
-        return super()._repeats_put(k, v) and not (self.shape.latent and self.ring.size)
+        return super()._repeats_put(k, v) and not (self.shape.has_rows and self.ring.size)
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
         keys = Paged(self.pages, [self.numbers] * self.batch)
@@ -393,8 +410,8 @@ class PoolStorage(BlockStorage):
         k, v = self.keys[0], self.values[0]
         page, head, block = k.memory.strides[:3]
         # a table's entries for a page, and from the first of a page to the first of the next
-        self.entries, self.numbers_per_page = (1, 1) if shape.latent else (blocks, shape.kv_heads * blocks)
-        if shape.latent:
+        self.entries, self.numbers_per_page = (1, 1) if shape.has_rows else (blocks, shape.kv_heads * blocks)
+        if shape.has_rows:
             columns = k.kind.itemsize, v.kind.itemsize
             self.kernel_pages = Pages(False, page_size, head, page, k.row, head, page, v.row, *columns)
             self.blocks = Blocks.of_latents(shape, self.isa, head, page, page_size)
@@ -450,6 +467,7 @@ class PoolStorage(BlockStorage):
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""
         if any(batch.counts):
+            k, v = self._put_parts(k, v)
             addresses = (address_of(k), address_of(v), *self.addresses[layer])
             self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 

@@ -11,14 +11,16 @@ import pytest
 import torch
 from conftest import FULL
 from pools import check_accounts
-from problems import CODES, DTYPES, numpy_dtype
+from problems import CODES, DTYPES, numpy_dtype, quantise, taken
 from repeated import forget
 from tolerance import assert_within, plain
 
 import speedlight as sl
 from speedlight.arrays.files import read_arrays, read_metadata, write_arrays
 from speedlight.cpu.engine import append_call as putting
+from speedlight.cpu.memory.operands import Paged
 from speedlight.host.machine import current_isa
+from speedlight.problem.operands import Strides
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
@@ -289,6 +291,56 @@ def test_other_parts_are_refused_and_nothing_is_stored(rng):
         assert not x.storage.keys[0].memory.any()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_have_one_scale_for_both_parts(rng, monkeypatch, tmp_path, codes, streams):
+    """In caches, rings, pages and files; nobody attends to them yet, and nothing is stored then."""
+    if streams:
+        monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
+    forget()
+    for sizes in (SIZES[0], SIZES[1]):
+        q, k = problem(rng, taken(codes), sizes)
+        k *= rng.choice([1e-3, 1.0, 1e3], k.shape[:3])[..., None].astype(k.dtype)
+        numbers, scales = quantise(k, codes)
+        want = numbers.astype(np.float32) * scales
+        latent, kv_heads = sizes[0], sizes[2]
+        for more, joined in ((x, y) for x in ({}, RING) for y in (True, False)):
+            cache, at = made(codes, sizes, **more), 0
+            assert cache.token_bytes == kv_heads * (k.shape[3] + 4)
+            for n in STEPS:
+                cache.append(0, *parts(k[:, :, at : at + n], latent, joined))
+                at += n
+            shown = cache._ring.shown(at) if more else slice(None)
+            cache.save(tmp_path / "x.safetensors")
+            for x in (cache, cache.copy(), sl.KVCache.load(tmp_path / "x.safetensors")):
+                assert x.keys(0).tobytes() == want[:, :, shown].tobytes()
+                assert x.values(0).tobytes() == want[:, :, shown, :latent].tobytes()
+            with pytest.raises(sl.UnsupportedError, match="dtype: expected float32, float16, bfloat16 or float64 whe"):
+                cache.attend(0, q[:, :, :1], k[:, :, :1])
+            assert cache.lengths(0) == (at, at)
+        pool, at = made(codes, sizes, pool=True), 0
+        sequence = pool.sequence()
+        for n in STEPS:
+            pool.append(0, [sequence], *parts(rows(k[:1, :, at : at + n]), latent, n > 1), new_lengths=[n])
+            at += n
+        assert sequence.keys(0).tobytes() == want[0].tobytes()
+        with pytest.raises(sl.UnsupportedError, match="dtype: expected float32"):
+            pool.attend(0, [sequence], rows(q[:1, :, :1]))
+
+
+def test_a_cache_without_a_window_is_read_as_an_array():
+    """Its rows are not staged because of pages that it does not have; pages and rings are paged."""
+    strides = [
+        Paged(pages, [0]).strides("float32")
+        for pages in (
+            made("float32", SIZES[1]).storage.pages,
+            made("float32", SIZES[1], **RING).storage.pages,
+            made("float32", SIZES[1], pool=True)._storage.kernel_pages,
+        )
+    ]
+    assert strides == [Strides(), Strides(is_paged=True), Strides(is_paged=True)]
+
+
 @pytest.mark.parametrize("of", [sl.KVCache, sl.PagePool])
 def test_what_cannot_be_a_cache_of_latents_says_so(of):
     room = {"capacity": 8} if of is sl.KVCache else {"pages": 2, "page_size": 16}
@@ -298,9 +350,6 @@ def test_what_cannot_be_a_cache_of_latents_says_so(of):
     for wrong in (1, None, "keys"):
         with pytest.raises(sl.ArgumentTypeError, match="latent: expected True or False"):
             of(**sizes | {"latent": wrong})
-    for codes in CODES:
-        with pytest.raises(sl.UnsupportedError, match="dtype: expected float32, float16, bfloat16 or float64 for lat"):
-            of(**sizes | {"dtype": codes})
     assert of(**sizes).value_dim == 24
 
 
