@@ -72,6 +72,10 @@ class KVCache:
     >>> x = np.ones((1, 2, 3, 4), np.float32)
     >>> cache.attend(0, x, x, x).shape, cache.length(0)
     ((1, 2, 3, 4), 3)
+    >>> mla = sl.KVCache(layers=1, kv_heads=1, head_dim=5, value_dim=3, capacity=8, latent=True)
+    >>> q, latent, rotary = (np.ones((1, *shape), np.float32) for shape in ((8, 2, 5), (1, 2, 3), (1, 2, 2)))
+    >>> mla.attend(0, q, latent, rotary).shape, mla.keys(0).shape, mla.token_bytes
+    ((1, 8, 2, 3), (1, 1, 2, 5), 20)
     """
 
     @public(leaves_graph=False)

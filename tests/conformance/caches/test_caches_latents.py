@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from caches import OPTIONS
 from conftest import FULL
 from pools import check_accounts
 from problems import CODES, DTYPES, numpy_dtype, quantise, taken
@@ -104,8 +105,23 @@ def test_results_are_within_the_reference_s_bound(rng, dtype):
     assert_within(np.concatenate(found, 2), plain(want), plain(bound))
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_a_token_is_stored_once(rng, joined):
+@pytest.mark.parametrize("options", [*OPTIONS, {"dropout": 0.3, "seed": 5}], ids=str)
+def test_options_and_wider_queries(rng, options):
+    """Positions count from a sequence's first token, in chunks and steps; float32 queries over narrower latents."""
+    sizes = (33, 7, 2, 2)
+    for dtype, of_queries in (("float32", "float32"), ("bfloat16", "float32"), ("float16", "float32")):
+        q, k = problem(rng, dtype, sizes)
+        q = q.astype(numpy_dtype(of_queries))
+        want = sl.attention(q, k, None, value_dim=33, causal=True, **options)
+        cache, at, found = made(dtype, sizes), 0, []
+        for n in STEPS:
+            new = parts(k[:, :, at : at + n], 33, n == 1)
+            found.append(cache.attend(0, q[:, :, at : at + n], *new, **options))
+            at += n
+        assert np.concatenate(found, 2).tobytes() == want.tobytes()
+
+
+def test_a_token_is_stored_once():
     for pool in (False, True):
         kept, other = (made("float16", SIZES[0], pool=pool, latent=x) for x in (True, False))
         assert kept.storage.token_bytes == 576 * 2 if not pool else kept.page_bytes == 576 * 2 * 32
