@@ -13,7 +13,7 @@ from ..arrays.dtypes import conversion
 from ..arrays.making import tell_written
 from ..arrays.memory import Array, overlap, overlaps_itself
 from ..arrays.torch_tensors import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
 from ..problem.checks import check_layout, check_pages_left, new_counts, packed_counts
 from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, our_layout
@@ -24,11 +24,11 @@ from ..problem.signatures import public
 @public()
 def append_paged(
     k_pages: AnyArray,
-    v_pages: AnyArray,
+    v_pages: AnyArray | None,
     block_table: BlockTable,
     k_lengths: Ints,
     k: AnyArray,
-    v: AnyArray,
+    v: AnyArray | None = None,
     *,
     new_lengths: Ints | None = None,
     layout: Layout = "bhld",
@@ -39,14 +39,15 @@ def append_paged(
     Args:
         k_pages: (pages, page_size, kv_heads, head_dim), as attention_paged() takes it; written in place. A NumPy array
             or a PyTorch tensor that can be written, of any strides.
-        v_pages: (pages, page_size, kv_heads, value_dim).
+        v_pages: (pages, page_size, kv_heads, value_dim), or None where values are the first columns of k_pages (MLA).
         block_table: (batch, most) ints: which pages hold a sequence, in order. Pages that receive tokens must be
             listed already, and belong to one sequence only.
         k_lengths: keys of each sequence so far. On a GPU this, the block table and new_lengths may be int32 or int64
             tensors of that GPU, which nobody waits for: a sequence that has no room, or a page that does not exist,
             stays as it is, and synchronize() raises it.
         k: (batch, kv_heads, n_new, head_dim), or as `layout` says; of the pages' dtype and kind, where they lie.
-        v: (batch, kv_heads, n_new, value_dim).
+        v: (batch, kv_heads, n_new, value_dim). Without v_pages, k and v are latents and their rotary parts, which lie
+            side by side in k_pages; or k alone has both.
         new_lengths: new tokens of each sequence, where some have fewer than n_new. For "lhd" they add up to all tokens;
             default all to a single sequence, else one each.
         layout: of k and v: "bhld", "blhd", or "lhd" for packed (total new, heads, dim).
@@ -73,12 +74,26 @@ def append_paged(
     check_layout(ours := our_layout(layout))
     if ours == "hld":
         raise ArgumentError("layout: expected 'bhld', 'blhd' or 'lhd', which say whose tokens they are; got 'hld'.")
-    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
-    pages_k, pages_v, new_k, new_v = (describe(x, name, gpu=True) for name, x in named.items())
-    _check_target(pages_k, pages_v)
+    named: list[tuple[str, Any]] = [("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)]
+    if v_pages is None:
+        named = _split_latents(k_pages, k, v)
+    elif v is None:
+        raise ArgumentTypeError(
+            "v: expected an array, as v_pages is one; got None. Where values are the first columns of k_pages, give "
+            "v_pages=None."
+        )
+    pages_k, pages_v, new_k, new_v = (describe(x, name, gpu=True) for name, x in named)
+    if v_pages is not None:
+        _check_target(pages_k, pages_v)
     for x, target in ((new_k, pages_k), (new_v, pages_v)):
         _check_like(x, target)
-    own = engines.of("cuda" if engines.is_on_gpu(engine, pages_k) else "cpu")
+    is_on_gpu = engines.is_on_gpu(engine, pages_k)
+    if v_pages is None and is_on_gpu:
+        raise UnsupportedError(
+            "v_pages: expected pages of values on a GPU, whose kernels read no values from k_pages; got None. Give "
+            "arrays on the CPU."
+        )
+    own = engines.of("cuda" if is_on_gpu else "cpu")
     pages, new = (pages_k, pages_v), (new_k, new_v)
     there = own.resident_tables(block_table, k_lengths, pages_k.device)
     if there is not None:
@@ -101,19 +116,42 @@ def append_paged(
     return now
 
 
+def _split_latents(k_pages: Any, k: Any, v: Any) -> list[tuple[str, Any]]:
+    """Returns pages of latents as two parts of their rows, and new tokens likewise, each with its name.
+
+    The second part has no columns where k alone has whole rows.
+    """
+    pages, new = describe(k_pages, "k_pages", gpu=True), describe(k, "k", gpu=True)
+    _check_target(pages, pages)
+    row, columns = pages.shape[-1], new.shape[-1] if new.shape else 0
+    way = f"Give latents and rotary parts of {row} columns together as k and v, or whole rows of k_pages as k alone."
+    if v is None:
+        if columns != row:
+            raise ArgumentError(f"k: expected {row} columns, as k_pages has; got {columns} (shape {new.shape}). {way}")
+        v = k[..., columns:]
+    else:
+        rest = describe(v, "v", gpu=True)
+        if columns > row or not rest.shape or rest.shape[-1] != row - columns:
+            raise ArgumentError(
+                f"v: expected the rotary part, {max(row - columns, 0)} columns beside {columns} of k; got shape "
+                f"{rest.shape}. {way}"
+            )
+    return [("k_pages", k_pages[..., :columns]), ("k_pages", k_pages[..., columns:]), ("k", k), ("v", v)]
+
+
 # --- what is checked before anything is written
 
 
 def _check_target(k: Array, v: Array) -> None:
-    """Raises unless pages can be written, each token to memory of its own."""
+    """Raises unless pages can be written, each token to memory of its own. Of latents, v is k."""
     check_pages(k, v)
     _check_like(v, k)
-    for x in (k, v):
+    for x in (k,) if v is k else (k, v):
         if not x.writeable:
             raise ArgumentError(f"{x.name}: expected memory that can be written; got a read-only array. Use a copy.")
         if overlaps_itself(x):
             raise ArgumentError(f"{x.name}: expected memory of its own for every token; got pages that share some.")
-    if overlap(k, v):
+    if v is not k and overlap(k, v):
         raise ArgumentError("v_pages: expected memory of its own; got some of k_pages'.")
 
 

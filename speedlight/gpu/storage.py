@@ -95,6 +95,11 @@ class TensorStorage(Storage):
 
     def __init__(self, shape: TokenShape, owners: int, tokens: int, device: Any, *, tokens_first: bool) -> None:
         """Reserves memory of so many tokens for each sequence or page."""
+        if shape.latent:
+            raise UnsupportedError(
+                'latent: expected False on a GPU, whose kernels read values of their own; got True. Give device="cpu", '
+                "or store values beside keys."
+            )
         self.shape = shape
         self.device: torch.device = device_of(device)
         self.rows = [Rows(shape, owners, tokens, self.device, tokens_first=tokens_first) for _ in range(shape.layers)]

@@ -20,6 +20,7 @@ from ..problem.checks import (
     cache_dtype,
     cache_sizes,
     check_index,
+    check_latent,
     check_list,
     each_count,
     integer,
@@ -33,7 +34,7 @@ from ..problem.tokens import TokenShape, pieces_of
 from ..problem.windows import PIECE, ring_of
 from . import saving as saved
 from .keeping import Left, Lengths, kept, shorten, truncated
-from .query import Query, check_queries, padded_tokens, piece_of, query_of
+from .query import MAKE_LATENT, Query, check_queries, padded_tokens, piece_of, query_of, second_part
 from .running import attend_pieces, repeat
 from .transaction import put_back, transact
 
@@ -63,12 +64,19 @@ class KVCache:
         device: where it lies. On "cuda" (or "cuda:0", …) keys, values and lengths stay on that GPU; calls take its
             tensors and only enqueue work. A step may be captured in a CUDA graph: then only the device knows the
             lengths, and synchronize() brings the host's up to date.
+        latent: True where values are the first value_dim columns of keys (multi-head latent attention, MLA), which are
+            stored once. append() and attend() then take a latent as k and its rotary part as v, or a key with both as k
+            alone. Codes of latents are stored and given back, and have one scale for both parts; attend() refuses them.
 
     >>> import numpy as np, speedlight as sl
     >>> cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=4, capacity=8)
     >>> x = np.ones((1, 2, 3, 4), np.float32)
     >>> cache.attend(0, x, x, x).shape, cache.length(0)
     ((1, 2, 3, 4), 3)
+    >>> mla = sl.KVCache(layers=1, kv_heads=1, head_dim=5, value_dim=3, capacity=8, latent=True)
+    >>> q, latent, rotary = (np.ones((1, *shape), np.float32) for shape in ((8, 2, 5), (1, 2, 3), (1, 2, 2)))
+    >>> mla.attend(0, q, latent, rotary).shape, mla.keys(0).shape, mla.token_bytes
+    ((1, 8, 2, 3), (1, 1, 2, 5), 20)
     """
 
     @public(leaves_graph=False)
@@ -85,6 +93,7 @@ class KVCache:
         window: int | None = None,
         keep_first: int = 0,
         device: Any = "cpu",
+        latent: bool = False,
     ) -> None:
         engine = by_name(device)
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
@@ -94,7 +103,9 @@ class KVCache:
         self.dtype: DtypeName = cache_dtype(dtype)
         self._ring = ring_of(self.window, self.keep_first)
         room = None if window else self.capacity
-        shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
+        self.latent = check_latent(latent, self.head_dim, self.value_dim)
+        dims = self.head_dim, self.value_dim
+        shape = TokenShape(self.layers, self.kv_heads, *dims, self.dtype, room, self.latent)
         self._storage = engine.cache_storage(shape, self.batch, self.capacity, self._ring, device)
         # Of each layer the tokens of every sequence, and one past the highest position that was ever written. A call
         # takes effect by one store of such a pair, whose lists never change.
@@ -105,6 +116,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         without = ("window", "keep_first") if self.window is None else ("capacity",)
+        without += () if self.latent else ("latent",)
         given = ", ".join(f"{n}={x}" for n, x in self._sizes().items() if n not in without)
         # used_bytes would wait for the device
         last = f"device='{self.device}'" if self._storage.lengths.may_wait else f"{self.used_bytes:,} bytes used"
@@ -205,14 +217,20 @@ class KVCache:
     # --- growing
 
     @public(has_frame=False)
-    def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None, **theirs: NoReturn) -> None:
+    def append(self, layer: int, k: Any, v: Any = None, *, new_lengths: Any = None, **theirs: NoReturn) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim); new_lengths: how
         many of them are each sequence's, where some have fewer than n_new.
+
+        A cache of latents takes them as k (…, value_dim) and their rotary parts as v (…, head_dim - value_dim), or both
+        in one as k (…, head_dim).
         """
         refuse_unknown(KVCache.append, theirs)
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
-        layer, given = self._layer(layer), (k, v)
+        layer = self._layer(layer)
+        if self.latent:
+            v = second_part(k, v)
+        given = (k, v)
         if new_lengths is None and repeat(self, layer, given, PLAIN, False) is not None:
             return
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
@@ -256,7 +274,7 @@ class KVCache:
             q: (batch, q_heads, n_new, head_dim), of the cache's dtype, or as attention() takes it over that: a NumPy
                 array, a PyTorch tensor, …, where the cache lies.
             k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
-            v: (batch, kv_heads, n_new, value_dim).
+            v: (batch, kv_heads, n_new, value_dim). Of a cache of latents k and v are as for append().
             new_lengths: new tokens of each sequence, where some have fewer than n_new: of k and v those past them are
                 not stored, of q they are no queries: their rows get out 0 and lse -inf.
             q_lengths: queries of each sequence, where they are not those of its new tokens, or fewer than q has; q may
@@ -292,6 +310,8 @@ class KVCache:
         new_lengths: Ints | None = None, q_lengths: Ints | None = None, out: AnyArray | None = None,
     ) -> Any:  # fmt: skip
         """Computes attend() with its options in one: repeats a prepared step, or makes a new one."""
+        if self.latent and k is not None:
+            v = second_part(k, v)
         arrays = (q,) if k is v is None else (q, k, v)
         if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
             result = repeat(self, layer, arrays, options, return_lse)
@@ -301,7 +321,8 @@ class KVCache:
         if k is None or v is None:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
-                raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+                way = MAKE_LATENT * (name == "v")
+                raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.{way}")
             self._storage.lengths.check_capture({"q_lengths": q_lengths})
             return self._read(layer, query_of(self._storage, arrays, options, return_lse, out, q_lengths))
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, q_lengths)
@@ -412,7 +433,8 @@ class KVCache:
         indices = [check_index("batch_indices", i, self.batch) for i in given]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
-        new = type(self)(**self._sizes() | {"batch": len(indices)}, dtype=self.dtype, device=self._storage.name)
+        sizes: dict[str, Any] = self._sizes() | {"batch": len(indices)}
+        new = type(self)(**sizes, dtype=self.dtype, device=self._storage.name)
         held = self._now()
         self._storage.copy_to(new._storage, indices, [list(map(self._ring.held, *pair)) for pair in held])
         lengths = [([n[i] for i in indices], [w[i] for i in indices]) for n, w in held]
@@ -421,7 +443,7 @@ class KVCache:
         return new
 
     def _sizes(self) -> dict[str, Any]:
-        names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first")
+        names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first", "latent")
         return {n: getattr(self, n) for n in names}
 
     # --- files

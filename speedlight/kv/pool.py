@@ -16,13 +16,13 @@ from ..errors.advice import of_packed
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..host.notebooks import bars
-from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
+from ..problem.checks import cache_dtype, check_index, check_latent, check_list, checked_sizes, packed_counts
 from ..problem.options import PLAIN, AnyArray, ArrayOf, Dtype, Ints, Options, StepCall, StepOptions, T
 from ..problem.signatures import public, refuse_unknown
 from ..problem.storage import Overwritten
 from ..problem.tokens import BLOCK, Batch, TokenShape
 from .journal import PageJournal, SequencePages, loan_of
-from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of
+from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of, second_part
 from .running import run_packed
 from .saving import save_sequence
 from .sequence import PagedSequence
@@ -49,6 +49,7 @@ class PagePool:
         dtype: float32, float64, float16, bfloat16, int8 or float8_e4m3fn, as for KVCache.
         value_dim: elements of a value. Default head_dim.
         device: where the pages lie: "cpu", or "cuda" ("cuda:0", …) for a GPU, whose tensors calls then take and return.
+        latent: True where values are the first columns of keys, as for KVCache.
 
     >>> import numpy as np, speedlight as sl
     >>> pool = sl.PagePool(layers=1, pages=8, page_size=16, kv_heads=2, head_dim=4)
@@ -73,6 +74,7 @@ class PagePool:
         dtype: Dtype = "float32",
         value_dim: int | None = None,
         device: Any = "cpu",
+        latent: bool = False,
     ) -> None:
         engine = by_name(device)
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -82,8 +84,9 @@ class PagePool:
             way = f"Use {-(-self.page_size // BLOCK) * BLOCK}"
             raise ArgumentError(f"page_size: expected a multiple of {BLOCK}; got {self.page_size}. {way}.")
         self.dtype = cache_dtype(dtype)
-        room = self.pages * self.page_size
-        shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
+        self.latent = check_latent(latent, self.head_dim, self.value_dim)
+        room, dims = self.pages * self.page_size, (self.head_dim, self.value_dim)
+        shape = TokenShape(self.layers, self.kv_heads, *dims, self.dtype, room, self.latent)
         # first: the reservation may fail
         self._storage = engine.pool_storage(shape, self.pages, self.page_size, device)
         self._journal = PageJournal(self.pages)
@@ -94,7 +97,8 @@ class PagePool:
     def __repr__(self) -> str:
         names = ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim")
         sizes = ", ".join(f"{n}={getattr(self, n)}" for n in names)
-        return f"PagePool({sizes}, dtype={self.dtype!r}, {self.free_pages} pages free)"
+        latent = ", latent=True" * self.latent
+        return f"PagePool({sizes}{latent}, dtype={self.dtype!r}, {self.free_pages} pages free)"
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: the pages that each sequence holds; forks share some."""
@@ -262,15 +266,18 @@ class PagePool:
 
     @public(has_frame=False)
     def append(
-        self, layer: int, sequences: Sequences, k: Any, v: Any, *, new_lengths: Any = None, **theirs: NoReturn
+        self, layer: int, sequences: Sequences, k: Any, v: Any = None, *, new_lengths: Any = None, **theirs: NoReturn
     ) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
-        the other's; new_lengths: how many of them are each sequence's, as for attend().
+        the other's; new_lengths: how many of them are each sequence's, as for attend(). Of a pool of latents k and v
+        are as for KVCache.append().
         """
         refuse_unknown(PagePool.append, theirs)
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
+        if self.latent:
+            v = second_part(k, v)
         given = (k, v)
         steps = self._storage.prepares_steps and new_lengths is None
         found = self._storage.find_step(len(sequences), given, PLAIN) if steps else None
@@ -321,7 +328,7 @@ class PagePool:
             q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, … Or (total queries,
                 q_heads, head_dim), as q_lengths says. Of dtypes as for KVCache.attend.
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
-            v: (total new, kv_heads, value_dim).
+            v: (total new, kv_heads, value_dim). Of a pool of latents k and v are as for KVCache.append().
             new_lengths: rows of k and v that are each sequence's; they add up to all rows. Default: all to a single
                 sequence, else one each.
             q_lengths: the same of q. Default new_lengths; must be said where q has other tokens than k. Of each
@@ -346,6 +353,8 @@ class PagePool:
             return outside(PagePool.attend, self, layer, sequences, q, k, v, **more, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         given = Options.of_step(k is not None, "lhd", options)
+        if self.latent and k is not None:
+            v = second_part(k, v)
         arrays = (q,) if k is v is None else (q, k, v)
         usual = new_lengths is q_lengths is out is None and self._storage.prepares_steps
         if usual and type(return_lse) is bool:

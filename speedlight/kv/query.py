@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..errors.advice import of_packed
 from ..problem.checks import check_flag, check_tokens, item_lengths, new_counts, packed_counts
 from ..problem.options import Options
-from ..problem.tokens import Piece
+from ..problem.tokens import Piece, TokenShape
 from ..problem.windows import Ring
+
+# for who gives keys alone
+MAKE_LATENT = " Where values are the first columns of keys, make it with latent=True."
 
 
 class Query(NamedTuple):
@@ -82,8 +85,8 @@ def _turned(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], 
     )
 
 
-def _remade(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...]) -> str:
-    """A sentence for who gives tokens of other sizes than those that a cache or pool was made for."""
+def _remade(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], stored: TokenShape) -> str:
+    """Returns a sentence for who gives tokens of other sizes than those that a cache or pool was made for."""
     if len(shape) == 3 and len(expected) == 4:
         return f" Of one sequence it is {name}[None], and so the others."
     if len(shape) != len(expected):
@@ -92,7 +95,9 @@ def _remade(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...]) 
     if len(expected) == 3:
         sizes = ("total new", *sizes[1::2])
     others = [f"{word}={n}" for word, n, one in zip(sizes, shape, expected, strict=True) if one not in (n, word)]
-    return f" Make it with {' and '.join(others)}."
+    latent = name == "k" and shape[-1] == stored.value_dim < stored.head_dim
+    instead = ", or with latent=True if these are latents whose rotary parts are v" * latent
+    return f" Make it with {' and '.join(others)}{instead}."
 
 
 def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], axis: int) -> Any:
@@ -101,11 +106,57 @@ def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], a
     shape, after = tuple(tokens.shape), axis + 1
     if len(shape) != len(expected) or shape[:axis] != expected[:axis] or shape[after:] != expected[after:]:
         is_packed = len(expected) == 3 != len(shape)
-        turned = _turned(name, shape, expected, axis) or _remade(name, shape, expected)
+        turned = _turned(name, shape, expected, axis) or _remade(name, shape, expected, storage.shape)
         way = of_packed(name, shape) if is_packed else turned
+        if storage.shape.latent and shape[:-1] == (*expected[:axis], *shape[axis:after], *expected[after:-1]):
+            way = _way_of_parts(storage.shape)
         raise ArgumentError(f"{name}: expected shape ({', '.join(map(str, expected))}); got {shape}.{way}")
     check_tokens(dtype, name, storage.shape.dtype)
     return tokens
+
+
+def second_part(k: Any, v: Any) -> Any:
+    """Returns what goes behind latents: their rotary parts, or k itself where that has both."""
+    if v is None:
+        return k
+    if v is k:
+        raise ArgumentError(
+            "v: expected the rotary part of keys whose latent is k, or None where k has both; got k. Leave v out: "
+            "values are the first columns of keys (latent=True)."
+        )
+    return v
+
+
+def _way_of_parts(shape: TokenShape) -> str:
+    """Returns a sentence for who gives parts of other widths to a cache of latents."""
+    return (
+        f" Give latents of {shape.value_dim} columns as k and rotary parts of {shape.rotary_dim} as v, or keys of "
+        f"{shape.head_dim} as k alone."
+    )
+
+
+def _received_pair(storage: Any, k: Any, v: Any, sizes: tuple[int | str, ...], axis: int) -> tuple[Any, Any]:
+    """Returns new keys and values, or both parts of latents; the joined keys twice where k has both.
+
+    sizes: of all dimensions but the last, as received() has them.
+    """
+    shape = storage.shape
+    if isinstance(k, (tuple, list)) and len(k) == 2 and all([hasattr(x, "shape") for x in k]):
+        way = "" if shape.latent else " of a cache that is made with latent=True"
+        raise ArgumentTypeError(
+            f"k: expected an array; got a {type(k).__name__} of two. A latent and its rotary part are k and v{way}."
+        )
+    if v is None:
+        raise ArgumentTypeError(f"v: expected an array; got None.{MAKE_LATENT}")
+    if not shape.latent:
+        dims = shape.head_dim, shape.value_dim
+    elif v is k:
+        joined = received(storage, k, "k", (*sizes, shape.head_dim), axis)
+        return joined, joined
+    else:
+        dims = shape.value_dim, shape.rotary_dim
+    first, second = ((*sizes, dim) for dim in dims)
+    return received(storage, k, "k", first, axis), received(storage, v, "v", second, axis)
 
 
 def check_queries(query: Query, n_new: int) -> None:
@@ -122,9 +173,7 @@ def padded_tokens(
     storage: Any, batch: int, k: Any, v: Any, new_lengths: Any, q_lengths: Any
 ) -> tuple[Any, Any, list[int]]:
     """New keys and values of a cache, checked, and the number of new tokens of each sequence."""
-    shape = storage.shape
-    k = received(storage, k, "k", (batch, shape.kv_heads, "n_new", shape.head_dim), 2)
-    v = received(storage, v, "v", (batch, shape.kv_heads, "n_new", shape.value_dim), 2)
+    k, v = _received_pair(storage, k, v, (batch, storage.shape.kv_heads, "n_new"), 2)
     n_new = k.shape[2]
     if v.shape[2] != n_new:
         raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
@@ -135,7 +184,8 @@ def padded_tokens(
 def packed_queries(k: Any, v: Any, new_lengths: Any, q_lengths: Any, sequences: int, rows: int) -> list[int]:
     """Returns how many of a pool's queries are each sequence's, of a call that stores nothing, too."""
     if (k is None) != (v is None):
-        raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
+        way = MAKE_LATENT * (v is None)
+        raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.{way}")
     if k is None and new_lengths is not None and q_lengths is not None:
         raise ArgumentError("new_lengths: expected None without k and v; q_lengths says whose the queries are.")
     by_new = q_lengths is None and not (k is new_lengths is None)
@@ -145,9 +195,7 @@ def packed_queries(k: Any, v: Any, new_lengths: Any, q_lengths: Any, sequences: 
 
 def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
     """New keys and values of a pool, checked; `total`: as many as there are queries, unless these are others."""
-    shape = storage.shape
-    k = received(storage, k, "k", ("total new", shape.kv_heads, shape.head_dim), 0)
-    v = received(storage, v, "v", ("total new", shape.kv_heads, shape.value_dim), 0)
+    k, v = _received_pair(storage, k, v, ("total new", storage.shape.kv_heads), 0)
     wanted = k.shape[0] if total is None else total
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != wanted:

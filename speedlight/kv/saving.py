@@ -19,6 +19,7 @@ from ..problem.windows import Ring, ring_of
 _FORMAT, _VERSION = "speedlight key-value cache", 1
 _LONGEST_WINDOW = 1 << 30  # tokens: a ring has a list of its tiles
 _NAMES = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+_SOMETIMES = ("window", "keep_first", "latent")
 
 
 class Saved(NamedTuple):
@@ -46,7 +47,7 @@ def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
     for layer, both in enumerate(saved.parts):
         for name, parts in zip(("key", "value"), both, strict=True):
             stored |= {f"{name}{part}s.{layer}": x for part, x in zip(("", "_scale"), parts, strict=False)}
-    words = {n: str(x) for n, x in saved.sizes.items()}
+    words = {n: str(int(x)) for n, x in saved.sizes.items()}
     write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words | more)
 
 
@@ -54,7 +55,7 @@ def save_cache(cache: Any, where: Path, metadata: dict[str, str]) -> None:
     """Writes a cache, with extra metadata."""
     held = list(cache._now())
     parts = [cache._storage.parts(layer, list(map(cache._ring.held, *pair))) for layer, pair in enumerate(held)]
-    sizes = {n: x for n, x in cache._sizes().items() if x is not None}
+    sizes = {n: x for n, x in cache._sizes().items() if x is not None and x is not False}
     write(where, Saved(sizes, cache.dtype, held, parts), metadata)
 
 
@@ -63,6 +64,7 @@ def save_sequence(storage: Any, lengths: list[int], pages: list[int], path: Any)
     where, shape = checked_path(path), storage.shape
     sizes = {"layers": len(lengths), "batch": 1, "capacity": max(1, *lengths)}
     sizes |= {name: getattr(shape, name) for name in ("kv_heads", "head_dim", "value_dim")}
+    sizes |= {"latent": True} if shape.latent else {}
     parts = [storage.parts(layer, pages, n) for layer, n in enumerate(lengths)]
     write(where, Saved(sizes, shape.dtype, [([n], [n]) for n in lengths], parts), {})
 
@@ -88,7 +90,9 @@ def read(path: Path) -> Saved:
     parts = []
     for layer, pairs in enumerate(held):
         most = max(ring.held(*pair) for pair in zip(*pairs, strict=True))
-        keys, values = (_parts(path, f"{name}{{}}s.{layer}", sizes, dtype, most, stored) for name in ("key", "value"))
+        keys = _parts(path, f"key{{}}s.{layer}", sizes, dtype, most, stored)
+        is_latent = sizes.get("latent", False)
+        values = [] if is_latent else _parts(path, f"value{{}}s.{layer}", sizes, dtype, most, stored)
         parts.append((keys, values))
     return Saved(sizes, dtype, held, parts)
 
@@ -158,10 +162,11 @@ def rank_file(path: Path, rank: int, ranks: int) -> Path:
 
 def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
     try:
-        sizes = {n: int(words[n]) for n in _NAMES} | {n: int(words[n]) for n in ("window", "keep_first") if n in words}
+        sizes = {n: int(words[n]) for n in _NAMES} | {n: int(words[n]) for n in _SOMETIMES if n in words}
     except (KeyError, ValueError) as error:
         raise FileError(f"{path}: a size is missing or no number ({error}).") from None
     wrong = any([not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items()])
+    wrong |= "latent" in sizes and (sizes["latent"] != 1 or sizes["value_dim"] > sizes["head_dim"])
     if wrong or words.get("dtype") not in (*DTYPES, *CODES) or (sizes.get("keep_first") and "window" not in sizes):
         raise FileError(
             f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}."
@@ -171,7 +176,7 @@ def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
             f"{path}: expected a window of up to 2^30 tokens; got {sizes['window']} and keep_first "
             f"{sizes.get('keep_first')}."
         )
-    return sizes
+    return sizes | ({"latent": True} if "latent" in sizes else {})
 
 
 def _held(

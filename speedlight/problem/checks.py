@@ -362,6 +362,17 @@ def cache_sizes(
     return tuple(sizes)  # type: ignore[return-value]
 
 
+def check_latent(latent: Any, head_dim: int, value_dim: int) -> bool:
+    """Returns whether values are the first columns of keys; raises unless a key has so many."""
+    check_flag("latent", latent)
+    if latent and value_dim > head_dim:
+        raise ArgumentError(
+            f"value_dim: expected at most head_dim={head_dim}, as values are the first columns of keys (latent=True); "
+            f"got {value_dim}. head_dim counts the columns of a latent and of its rotary part."
+        )
+    return latent
+
+
 def window_size(x: Any) -> int | None:
     """Returns the tokens of a window, the query's own included; None is no window."""
     if way := of_window(x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..arrays.dtypes import CODES
 from .build import Stored
 
 BLOCK = 16  # tokens: the pages of a pool are multiples of it; on the CPU, keys of a block of a cache
@@ -18,6 +19,17 @@ class TokenShape(NamedTuple):
     value_dim: int
     dtype: str  # of arrays.CODES: codes, with a scale for each token and head
     most: int | None = None  # tokens that a sequence has room for; None where old ones make room
+    latent: bool = False  # values are the first value_dim columns of keys, and stored as a part of them
+
+    @property
+    def rotary_dim(self) -> int:
+        """Returns the columns of a latent key behind its values."""
+        return self.head_dim - self.value_dim
+
+    @property
+    def has_rows(self) -> bool:
+        """Returns whether tokens are rows, as in an array: latents that are no codes."""
+        return self.latent and self.dtype not in CODES
 
     def stored(self, lengths: list[int], **more: Any) -> Stored:
         """Describes stored tokens, so many of each sequence, for building a Problem; more: as Stored has it."""

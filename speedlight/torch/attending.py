@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ..arrays import latents
-from ..arrays.latents import KeyPair
 from ..arrays.integers import integer
+from ..arrays.latents import KeyPair
 from ..arrays.torch_tensors import cast, is_plain, is_tensor, is_traced
 from ..autograd.attending import attend_as_operation, attend_recorded
 from ..autograd.graphs import in_graph

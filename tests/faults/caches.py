@@ -4,6 +4,34 @@ from .mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "the rotary part of a joined key is its first columns",
+        "cpu/engine/storage.py",
+        "if is_joined else new.items",
+        "if not is_joined else new.items",
+        "tests/conformance/caches/test_caches_latents.py -k 'bits_of_arrays and float32'",
+    ),
+    Mutation(
+        "a latent alone is taken for a joined key where its rotary part is as wide",
+        "cpu/engine/storage.py",
+        "self.shape.has_rows and k.shape[-1] != v.shape[-1]",
+        "self.shape.has_rows and k.shape[-1] != 0",
+        "tests/conformance/caches/test_caches_latents.py -k half_of_a_key",
+    ),
+    Mutation(
+        "rows of a cache without pages are read as pages",
+        "cpu/memory/operands.py",
+        "pages.lanes or pages.size != ENDLESS",
+        "pages.lanes or pages.size != 0",
+        "tests/conformance/caches/test_caches_latents.py -k read_as_an_array",
+    ),
+    Mutation(
+        "parts of latents are joined the other way round before they are coded",
+        "cpu/engine/storage.py",
+        "np.concatenate([k, v], -1)",
+        "np.concatenate([v, k], -1)",
+        "tests/conformance/caches/test_caches_latents.py -k one_scale",
+    ),
+    Mutation(
         "a pool's last owner writes where others left a longer part",
         "kv/sharing.py",
         " or away.get(page, 0) > start:",

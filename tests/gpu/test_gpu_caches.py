@@ -361,6 +361,18 @@ def test_a_file_that_a_device_cannot_load(tmp_path):
     sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, dtype="float64").save(path)
     with pytest.raises(sl.UnsupportedError, match="dtype: expected"):
         sl.KVCache.load(path, device="cuda")
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16, "latent": True}
+    sl.KVCache(**sizes, capacity=10).save(path)
+    for made in (
+        lambda: sl.KVCache.load(path, device="cuda"),
+        lambda: sl.KVCache(**sizes, capacity=10, device="cuda"),
+        lambda: sl.PagePool(**sizes, pages=2, page_size=16, device="cuda"),
+    ):
+        with pytest.raises(sl.UnsupportedError, match='latent: expected False on a GPU.*device="cpu"'):
+            made()
+    pages, x = (tensor(np.zeros(shape, np.float32)) for shape in ((2, 16, 1, 16), (1, 1, 2, 16)))
+    with pytest.raises(sl.UnsupportedError, match="v_pages: expected pages of values on a GPU.*on the CPU"):
+        sl.append_paged(pages, None, [[0]], [0], x, engine="cuda")
     with pytest.raises(sl.ArgumentError, match="device: expected"):
         sl.KVCache.load(path, device="tpu")
 

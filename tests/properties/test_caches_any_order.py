@@ -19,6 +19,7 @@ class Machine(RuleBasedStateMachine):
     """Any order of calls, against arrays that are simply concatenated."""
 
     options: dict = {"capacity": 150}  # noqa: RUF012
+    value_dim = 17
     mask = None
 
     def __init__(self) -> None:
@@ -26,13 +27,17 @@ class Machine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(0)
         self.dtype = "float32"
         self.most = self.options["capacity"]
-        self.cache = sl.KVCache(layers=2, batch=2, kv_heads=2, head_dim=16, value_dim=17, **self.options)
-        self.model = [
-            [(np.zeros((2, 0, 16), np.float32), np.zeros((2, 0, 17), np.float32)) for _ in range(2)] for _ in range(2)
-        ]
+        sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 16, "value_dim": self.value_dim}
+        self.cache = sl.KVCache(**sizes | self.options)
+        nothing = tuple(np.zeros((2, 0, dim), np.float32) for dim in (16, self.value_dim))
+        self.model = [[nothing for _ in range(2)] for _ in range(2)]
 
     def chunk(self, n: int) -> list[np.ndarray]:
-        return qkv(self.rng, self.dtype, 2, 4, 2, n, n, 16, 17)
+        return qkv(self.rng, self.dtype, 2, 4, 2, n, n, 16, self.value_dim)
+
+    def given(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What the cache is given for new tokens."""
+        return k, v
 
     @rule(
         layer=st.integers(0, 1),
@@ -47,9 +52,9 @@ class Machine(RuleBasedStateMachine):
         fits = all(self.model[layer][b][0].shape[1] + c <= self.most for b, c in enumerate(each))
         try:
             out = (
-                self.cache.attend(layer, q, k, v, new_lengths=counts)
+                self.cache.attend(layer, q, *self.given(k, v), new_lengths=counts)
                 if attend
-                else self.cache.append(layer, k, v, new_lengths=counts)
+                else self.cache.append(layer, *self.given(k, v), new_lengths=counts)
             )
         except sl.CacheFull:
             assert not fits
@@ -171,7 +176,28 @@ class WindowedMachine(Machine):
         self.forget(lengths)
 
 
-for machine in (Machine, QuantisedMachine, WindowedMachine):
+class Latents:
+    """Values are the first columns of keys, which come whole or in two parts."""
+
+    value_dim = 11
+
+    def chunk(self, n: int) -> list[np.ndarray]:
+        q, k, _ = super().chunk(n)  # pyright: ignore[reportAttributeAccessIssue]
+        return [q, k, k[..., : self.value_dim]]
+
+    def given(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (k,) if k.shape[2] % 2 else (v, k[..., self.value_dim :])
+
+
+class LatentMachine(Latents, Machine):
+    options = Machine.options | {"latent": True}
+
+
+class WindowedLatentMachine(Latents, WindowedMachine):
+    options = WindowedMachine.options | {"latent": True}
+
+
+for machine in (Machine, QuantisedMachine, WindowedMachine, LatentMachine, WindowedLatentMachine):
     machine.TestCase.settings = settings(
         max_examples=300 if FULL else 25, stateful_step_count=50 if FULL else 20, deadline=None
     )

@@ -72,22 +72,28 @@ def packed(rng, n):
     return Tokens(*(rng.standard_normal((n, heads, 16), dtype=np.float32) for heads in (4, 2, 2)))
 
 
+def widened(x, options):
+    """Tokens of a cache of these options: of latents v is the rotary part, of 11 columns."""
+    if not options.get("latent"):
+        return x
+    return x._replace(q=np.concatenate([x.q, -x.q[..., :11]], -1), v=x.v[..., :11].copy())
+
+
 # --- what a cache and a pool are, and what is done with them
 
 
 def cache_state(w):
     cache = w.cache
-    empty = np.zeros((2, 2, 0, 16), np.float32)
     for layer in (0, 1):
-        cache.append(layer, empty, empty)  # nobody is busy
+        cache.append(layer, w.one.k[:, :, :0], w.one.v[:, :, :0])  # nobody is busy
     layers = [(cache.lengths(n), cache.keys(n).tobytes(), cache.values(n).tobytes()) for n in (0, 1)]
     return layers, cache.used_bytes
 
 
 def pool_state(w):
-    pool, empty = w.pool, np.zeros((0, 2, 16), np.float32)
+    pool = w.pool
     for layer in (0, 1):
-        pool.append(layer, w.sequences, empty, empty, new_lengths=[0] * len(w.sequences))
+        pool.append(layer, w.sequences, w.one.k[:0], w.one.v[:0], new_lengths=[0] * len(w.sequences))
     check_accounts(pool, w.sequences)
     names: dict[int, int] = {}  # of pages, in their order here
     pages = [[names.setdefault(page, len(names)) for page in s.pages] for s in w.sequences]
@@ -99,8 +105,9 @@ def pool_state(w):
 
 
 def made_cache(rng, **options):
-    w = SimpleNamespace(cache=sl.KVCache(layers=2, batch=2, kv_heads=2, head_dim=16, **options), state=cache_state)
-    w.some, w.one, w.few, w.piece, w.long = (tokens(rng, n) for n in (24, 1, 5, 40, 700))
+    sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 16} | options
+    w = SimpleNamespace(cache=sl.KVCache(**sizes), state=cache_state)
+    w.some, w.one, w.few, w.piece, w.long = (widened(tokens(rng, n), options) for n in (24, 1, 5, 40, 700))
     for layer in (0, 1):
         w.cache.append(layer, w.some.k, w.some.v)
     return w
@@ -115,22 +122,25 @@ def made_ring(rng):
 
 def made_pool(rng, **options):
     """a and b share two pages, of which the second is not full; c has its own."""
-    pool = sl.PagePool(layers=2, pages=20, page_size=16, kv_heads=2, head_dim=16, **options)
+    pool = sl.PagePool(**{"layers": 2, "pages": 20, "page_size": 16, "kv_heads": 2, "head_dim": 16} | options)
     a, c = pool.sequence(), pool.sequence()
     w = SimpleNamespace(pool=pool, sequences=[a, c], state=pool_state)
-    w.one, w.few, w.many = packed(rng, 3), packed(rng, 40), packed(rng, 64)
+    w.one, w.few, w.many = (widened(packed(rng, n), options) for n in (3, 40, 64))
     for layer in (0, 1):
         pool.append(layer, [a, c], w.many.k, w.many.v, new_lengths=[24, 40])
     w.sequences.insert(1, a.fork())
     return w
 
 
+LATENT = {"latent": True, "head_dim": 27, "value_dim": 16}
 MADE = {
     "cache": lambda rng: made_cache(rng, capacity=900),
     "int8": lambda rng: made_cache(rng, capacity=900, dtype="int8"),
     "ring": made_ring,
     "pool": made_pool,
     "int8 pool": lambda rng: made_pool(rng, dtype="int8"),
+    "latents": lambda rng: made_cache(rng, capacity=900, **LATENT),
+    "latent pool": lambda rng: made_pool(rng, **LATENT),
 }
 
 
@@ -197,13 +207,13 @@ POOL = {
     "free": (frees, again),
     "block": (blocks, None),
 }
-# of int8 a short run has what writes codes and scales: all else is the same Python
-OF_CODES = ("attend", "append", "keep", "keep shared")
+# of int8 and latents a short run has what writes them: all else is the same Python
+OF_STORES = ("attend", "attend again", "append", "keep", "keep shared")
 CALLS = [
     (kind, name)
     for kind in MADE
     for name in (POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE)
-    if FULL or "int8" not in kind or name in OF_CODES
+    if FULL or kind in ("cache", "ring", "pool") or name in OF_STORES
 ]
 
 

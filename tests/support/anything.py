@@ -16,6 +16,7 @@ import speedlight as sl
 
 OPTIONS = dict.fromkeys(("new_lengths", "q_lengths", "scale", "mask", "score", "sink_logits", "out"))
 CACHE = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "capacity": 20}
+SIZES = {"keep_first": 0, "latent": False}
 POOL = {"layers": 1, "pages": 6, "page_size": 16, "kv_heads": 2, "head_dim": 16}
 
 
@@ -125,8 +126,8 @@ KEPT: dict[str, Callable[[], Given]] = {
     **{f"KVCache.{name}": make for name, make in of_caches().items()},
     **{f"PagePool.{name}": make for name, make in of_pools().items()},
     "PagePool.attend, several": beside_a_sequence,
-    "KVCache": functools.partial(of_sizes, sl.KVCache, CACHE | {"keep_first": 0}, "value_dim", "window"),
-    "PagePool": functools.partial(of_sizes, sl.PagePool, POOL, "value_dim"),
+    "KVCache": functools.partial(of_sizes, sl.KVCache, CACHE | SIZES, "value_dim", "window"),
+    "PagePool": functools.partial(of_sizes, sl.PagePool, POOL | {"latent": False}, "value_dim"),
     "KVCache.load": lambda: Given(sl.KVCache.load, {"path": "nowhere"}, lambda: None),
     "append_paged": of_pages,
 }

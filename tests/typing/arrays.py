@@ -54,6 +54,8 @@ assert_type(sl.plan(q_heads=8, q_len=64, head_dim=32, dtype="bfloat16").flops, i
 
 cache = sl.KVCache(layers=1, kv_heads=8, head_dim=32, capacity=64, dtype=np.float32)
 assert_type(cache, sl.KVCache)
+sl.KVCache(layers=1, kv_heads=1, head_dim=32, value_dim=24, capacity=64, latent=True).append(0, k)
+sl.KVCache(layers=1, kv_heads=1, head_dim=32, capacity=64, latent="keys")  # pyright: ignore[reportArgumentType]
 assert_type(cache.attend(0, q, k, v), Matrix)
 assert_type(cache.attend(0, q, return_lse=True, mask=sl.causal()), tuple[Matrix, Matrix])
 pool = sl.PagePool(layers=1, pages=300, page_size=16, kv_heads=8, head_dim=64, dtype="int8")

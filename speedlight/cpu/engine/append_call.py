@@ -58,13 +58,29 @@ class Blocks(NamedTuple):
     fixed: int = ENDLESS  # blocks before those that are a ring, and those
     ring: int = ENDLESS
     raw: InPage | None = None  # where tokens are rows, in pages: a block is some of a page, and k_block a page's bytes
+    numbers: int = 0  # address of the numbers of pages, where all sequences have the same
 
     @classmethod
     def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
         """Returns the blocks of stores whose memory is (…, head, block, bytes)."""
+        if shape.latent:  # codes of whole keys lie as values do: the first part has no columns, and the same place
+            shape = shape._replace(head_dim=0, value_dim=shape.head_dim)
         k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
         fixed, around = ring or (ENDLESS, ENDLESS)
         return cls(shape, isa, k_head, k_block, v_head, v_block, fixed, around)
+
+    @classmethod
+    def of_latents(cls, shape: TokenShape, isa: Isa, head: int, page: int, size: int, numbers: int = 0) -> Blocks:
+        """Returns the blocks of latents: rows in pages of `size` tokens, whose first columns and rest are two parts.
+
+        head, page: strides in bytes. numbers: as the field.
+        """
+        element = DTYPES[shape.dtype][1]
+        row = shape.head_dim * element
+        lines = not row % 64 and not shape.value_dim * element % 64
+        inside = InPage(BLOCK, size // BLOCK, row, element, row, element, lines)
+        parts = shape._replace(head_dim=shape.value_dim, value_dim=shape.rotary_dim)
+        return cls(parts, isa, head, page, head, page, raw=inside, numbers=numbers)
 
 
 class New(NamedTuple):
@@ -106,7 +122,7 @@ class AppendCall:
         words = _words_of(blocks, k, v) | {
             "run_tickets": per_run, "head_groups": groups, "heads": heads, "blocks": each,
         }  # fmt: skip
-        runs, shape = _runs_of(k, v, counts), _shape_of(blocks, k, v, moved)
+        runs, shape = _runs_of(k, v, counts, blocks.numbers), _shape_of(blocks, k, v, moved)
         tickets = per_run * len(counts)
         self.launch = Launch(shape, APPEND, words, tickets, threads, seconds, wants, rest=runs.tobytes())
 
@@ -167,10 +183,11 @@ def _words_of(blocks: Blocks, k: New, v: New) -> dict[str, int]:
     return words if blocks.raw is None else words | dict(zip(_IN_PAGE, blocks.raw[:-1], strict=True))
 
 
-def _runs_of(k: New, v: New, counts: list[int]) -> np.ndarray:
+def _runs_of(k: New, v: New, counts: list[int], numbers: int) -> np.ndarray:
     """Returns the table of runs, [sequence, word]."""
     runs = np.zeros((len(counts), _RUN), np.int64)
-    columns = {"count": counts, "k_at": k.items, "v_at": v.items, "to_k_at": k.to, "to_v_at": v.to}
+    columns: dict[str, Any] = {"count": counts, "k_at": k.items, "v_at": v.items, "to_k_at": k.to, "to_v_at": v.to}
+    columns["list"] = numbers
     for name, column in columns.items():
         runs[:, RUN.word(name)] = column
     return runs

@@ -17,6 +17,7 @@ import numpy as np
 from ...arrays.array import describe
 from ...arrays.dtypes import CODES, numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
+from ...errors import UnsupportedError
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
@@ -43,9 +44,13 @@ _ALL = slice(None)
 
 
 @functools.cache
-def _numbers(pages: int) -> np.ndarray:
-    """Returns the list of pages of every sequence of a cache: they lie one after another."""
-    return np.arange(pages + SLACK, dtype=np.int64)
+def _numbers(pages: int, around: int = 0) -> np.ndarray:
+    """Returns the list of pages of every sequence of a cache: they lie one after another.
+
+    around: so many of the last come once more, where a run of new tokens may go past them.
+    """
+    ends = (0, pages), (pages - around, pages), (pages, pages + SLACK)
+    return np.concatenate([np.arange(*x, dtype=np.int64) for x in ends])
 
 
 class BlockStorage(Storage):
@@ -61,9 +66,12 @@ class BlockStorage(Storage):
         """Reserves memory; blocks, together: as make_stores() has them."""
         self.shape = shape
         self.isa = current_isa()
-        self.keys, self.values = make_stores(shape, blocks, together=together)
+        self.stores = make_stores(shape, blocks, together=together)
+        # latents are both
+        self.keys = [x[0] for x in self.stores]
+        self.values = [x[-1] for x in self.stores]
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
-        self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
+        self.token_bytes = shape.kv_heads * sum([x.row for x in self.stores[0]])
 
     # --- arguments
 
@@ -73,6 +81,12 @@ class BlockStorage(Storage):
         return x, x.dtype.name
 
     def query(self, q: Any) -> Array:
+        if self.shape.latent and not self.shape.has_rows:
+            raise UnsupportedError(
+                f"dtype: expected float32, float16, bfloat16 or float64 where latents are attended to; got "
+                f"{self.shape.dtype}, which keeps them and gives them back. Make the cache with another dtype, or "
+                "without latent=True."
+            )
         return describe(q, "q")
 
     # --- steps
@@ -84,18 +98,52 @@ class BlockStorage(Storage):
 
         given: as the caller has them.
         """
-        if any(counts):
+        if any(counts) and self._repeats_put(k, v):
             self.steps.keep(Prepared(None, self._put_of(k, v, counts)), given, options)
 
     def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
         """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie."""
 
+        if self.shape.latent:
+            heads = 0
+
         def make() -> AppendCall:
             new_keys = self._new(k, self.keys[0].memory, counts)
             new_values = self._new(v, self.values[0].memory, counts)
+            if self.shape.has_rows:
+                new_values = self._behind_values(new_values, is_joined=self._is_joined(v))
             return AppendCall(self.blocks, new_keys, new_values, counts, get_threads(), heads)
 
-        return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
+        key = ("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, v.shape[-1], heads)
+        return self.steps.made(key, make)
+
+    def _behind_values(self, new: New, *, is_joined: bool) -> New:
+        """Returns the second part of latents: it goes behind the first, and comes from there if keys are joined."""
+        columns = self.shape.value_dim
+        to = [n + columns * self.keys[0].kind.itemsize for n in new.to]
+        return new._replace(to=to, items=[n + columns * new.column for n in new.items] if is_joined else new.items)
+
+    def _is_joined(self, v: np.ndarray) -> bool:
+        """Returns whether new latents are whole keys, which are k and v both."""
+        return v.shape[-1] == self.shape.head_dim
+
+    def _put_parts(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns new tokens as kernels store them: codes of latents are of whole keys, since one scale is of both
+        parts.
+        """
+        if self.shape.latent and not self.shape.has_rows and not self._is_joined(v):
+            k = v = np.concatenate([k, v], -1)
+        return k, v
+
+    def _repeats_put(self, k: np.ndarray, v: np.ndarray) -> bool:
+        """Returns whether a call that stores such tokens may be repeated for arrays of the same kind.
+
+        Not parts of latents that are to be joined first, nor a latent beside a rotary part as wide, since a joined key
+        of half the columns would be taken for both.
+        """
+        if not self.shape.latent or self._is_joined(v):
+            return True
+        return self.shape.has_rows and k.shape[-1] != v.shape[-1]
 
     @abstractmethod
     def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
@@ -104,8 +152,8 @@ class BlockStorage(Storage):
     # --- moves, and rollback
 
     def move(self, layer: int, moves: Moves) -> None:
-        self.keys[layer].move(moves)
-        self.values[layer].move(moves)
+        for store in self.stores[layer]:
+            store.move(moves)
 
     def before_moves(self, layer: int, lengths: list[int], moves: Moves) -> Overwritten:
         if not moves.to_slot:
@@ -114,8 +162,20 @@ class BlockStorage(Storage):
 
     def _copied_blocks(self, layer: int, where: Any) -> Overwritten:
         """Copies blocks of keys and values that will be overwritten."""
-        both = self.keys[layer].memory, self.values[layer].memory
-        return [(memory, where, memory[where]) for memory in both]
+        return [(x.memory, where, x.memory[where]) for x in self.stores[layer]]
+
+    def _get(self, layer: int, part: str, where: Any, n: int) -> np.ndarray:
+        """Returns a copy of the first n "keys" or "values" of memory[where], (items, heads, n, dim)."""
+        found = getattr(self, part)[layer].get(where, n)
+        return found[..., : self.shape.value_dim].copy() if self.shape.latent and part == "values" else found
+
+    def _parts(self, layer: int, where: Any, n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Returns keys and values as files have them, (items, heads, n, dim): [tokens], or [codes, scales].
+
+        Latents are keys, beside no values.
+        """
+        keys, *values = [x.parts(where, n) for x in self.stores[layer]]
+        return keys, values[0] if values else []
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -134,19 +194,20 @@ class CacheStorage(BlockStorage):
         self.batch = batch
         self.capacity = capacity
         self.ring = ring
-        self.attends_new = shape.dtype not in CODES  # codes are to be read as the cache has them
+        # codes are to be read as the cache has them, and latents may come in two parts
+        self.attends_new = shape.dtype not in CODES and not shape.latent
         self.pages = self._pages()
         self.most_new = SPARE if ring.size else capacity  # more may write over tokens that a ring promises
         self._large_from(LARGE_PAGE // 2 // max(self.keys[0].row, self.values[0].row) + 1)
-        parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
-        self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
+        self.numbers = _numbers(ring.tokens // TILE, ring.size // TILE if shape.has_rows else 0).ctypes.data
+        self.blocks = self._blocks()
         self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
         self._place = self.steps, batch
 
     def expect(self, tokens: int) -> None:
         """Asks for large pages, once, where a sequence fills half of one in each head: from `large_from` tokens on."""
         if tokens >= self.large_from:
-            for store in (*self.keys, *self.values):
+            for store in itertools.chain(*self.stores):
                 ask_for_large_pages(store.memory)
             self._large_from(self.capacity + 1)  # never again
 
@@ -194,13 +255,24 @@ class CacheStorage(BlockStorage):
         result = step.run(arrays[0], places, return_lse=return_lse, seed=seed, lengths=totals, store=store)
         return result, totals
 
+    def _blocks(self) -> Blocks:
+        """Returns where new tokens go."""
+        shape, ring, store = self.shape, self.ring, self.keys[0]
+        if shape.has_rows:
+            head, size = store.memory.strides[1], TILE if ring.size else ENDLESS
+            return Blocks.of_latents(shape, self.isa, head, TILE * store.row, size, self.numbers)
+        parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
+        return Blocks.of(shape, self.isa, store, self.values[0], *parts)
+
     def _pages(self) -> Pages:
         """Returns how kernels find a token."""
         k, v, ring = self.keys[0], self.values[0], self.ring
         heads, items = ([x.memory.strides[axis] for x in (k, v)] for axis in (1, 0))
         more = {"fixed": ring.fixed // TILE, "ring": ring.size // TILE} if ring.size else {}
+        if self.shape.has_rows:
+            more |= {"k_column": k.kind.itemsize, "v_column": v.kind.itemsize}
         return Pages(
-            True,
+            not self.shape.has_rows,
             TILE if ring.size else ENDLESS,
             k_head=heads[0],
             k_page=TILE * k.row,
@@ -218,6 +290,7 @@ class CacheStorage(BlockStorage):
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
+        k, v = self._put_parts(k, v)
         self.expect(max(lengths) + most)
         # a ring comes round: what later tokens write over is not stored, and no two threads may write to one block,
         # where tokens of a pair are stored together
@@ -229,6 +302,8 @@ class CacheStorage(BlockStorage):
             part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
             k_at, v_at = (address_of(x) + done * x.strides[2] for x in (k, v))
             slots = lengths if not done else [n + done for n in lengths]
+            if self.shape.has_rows:
+                slots = [self.ring.slot(n) for n in slots]
             self._put_of(k, v, part).start((k_at, v_at, *self.addresses[layer]), slots)
 
     def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
@@ -238,11 +313,11 @@ class CacheStorage(BlockStorage):
 
     def tokens(self, layer: int, part: str, n: int) -> np.ndarray:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
-        return getattr(self, part)[layer].get(_ALL, n)
+        return self._get(layer, part, _ALL, n)
 
     def parts(self, layer: int, counts: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Keys and values as files have them, of each sequence the slots in use: [tokens], or [codes, scales]."""
-        keys, values = (stores[layer].parts(_ALL, max(counts)) for stores in (self.keys, self.values))
+        """Returns keys and values as files have them, of each sequence the slots in use."""
+        keys, values = self._parts(layer, _ALL, max(counts))
         for x in itertools.chain(keys, values):
             for item, n in enumerate(counts):
                 x[item, :, n:] = 0
@@ -251,8 +326,8 @@ class CacheStorage(BlockStorage):
     def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
         """Stores what parts() returned."""
         self.expect(keys[0].shape[2])
-        self.keys[layer].fill(keys)
-        self.values[layer].fill(values)
+        for store, parts in zip(self.stores[layer], (keys, values), strict=False):
+            store.fill(parts)
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
         """These sequences become those of another cache; counts: of each layer the slots in use."""
@@ -260,8 +335,8 @@ class CacheStorage(BlockStorage):
         for layer, used in enumerate(counts):
             for to, item in enumerate(indices):
                 blocks = -(-used[item] // BLOCK)
-                for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
-                    theirs[layer].memory[to, :, :blocks] = mine[layer].memory[item, :, :blocks]
+                for mine, theirs in zip(self.stores[layer], other.stores[layer], strict=True):
+                    theirs.memory[to, :, :blocks] = mine.memory[item, :, :blocks]
 
     # --- what a failing call has written over
 
@@ -327,14 +402,20 @@ class CacheStorage(BlockStorage):
     def remember(self, step: Prepared, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
         """Keeps a step that was checked with these arrays: q, or q, k and v."""
         if k is not None:
+            if not self._repeats_put(k, v):
+                return
             put = self._put_of(k, v, step.counts, step.call.heads_alone)
             step = Prepared(step.call, put)
         elif self.ring.size:  # what a window still has depends on lengths
             return
         self.steps.keep(step, given, options)
 
+    def _repeats_put(self, k: np.ndarray, v: np.ndarray) -> bool:
+        # rows find their place in a ring on the host
+        return super()._repeats_put(k, v) and not (self.shape.has_rows and self.ring.size)
+
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
-        keys = Paged(self.pages, [_numbers(self.ring.tokens // TILE).ctypes.data] * self.batch)
+        keys = Paged(self.pages, [self.numbers] * self.batch)
         return prepare(problem, Rows("bhld", q, out_strides), keys, get_threads(), self.isa)
 
 
@@ -359,18 +440,25 @@ class _Table:
 class PoolStorage(BlockStorage):
     """Tokens of a PagePool. To the kernels a page is a block; a sequence's table has the number of each block.
 
-    Blocks are numbered through heads, so that one number times a block's bytes leads there.
+    Blocks are numbered through heads, so that one number times a block's bytes leads there. Of latents, which are rows,
+    pages are the kernels', too.
     """
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.page_size = page_size
-        self.page_blocks = page_size // BLOCK  # of each head
-        self.numbers_per_page = shape.kv_heads * self.page_blocks
-        super().__init__(shape, (pages, shape.kv_heads, self.page_blocks), together=True)
+        blocks = page_size // BLOCK  # of each head
+        super().__init__(shape, (pages, shape.kv_heads, blocks), together=True)
         k, v = self.keys[0], self.values[0]
-        head, block = k.memory.strides[1:3]
-        self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
-        self.blocks = Blocks.of(shape, self.isa, k, v)
+        page, head, block = k.memory.strides[:3]
+        # a table's entries for a page, and from the first of a page to the first of the next
+        self.entries, self.numbers_per_page = (1, 1) if shape.has_rows else (blocks, shape.kv_heads * blocks)
+        if shape.has_rows:
+            columns = k.kind.itemsize, v.kind.itemsize
+            self.kernel_pages = Pages(False, page_size, head, page, k.row, head, page, v.row, *columns)
+            self.blocks = Blocks.of_latents(shape, self.isa, head, page, page_size)
+        else:
+            self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
+            self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
 
     def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
@@ -393,43 +481,41 @@ class PoolStorage(BlockStorage):
 
         What a table says past the pages of its sequence is nobody's, so it is extended in place while it has room.
         """
-        blocks, kept_end, end = self.page_blocks, used * self.page_blocks, len(pages) * self.page_blocks
+        entries, kept_end, end = self.entries, used * self.entries, len(pages) * self.entries
         if moved or end + SLACK > len(table.numbers):
             longer = np.zeros(max(len(table.numbers), 2 * end + SLACK), np.int64)
             longer[:kept_end] = table.numbers[:kept_end]
             table = _Table(longer)
         for at in (*moved, *range(used, len(pages))):
             first = pages[at] * self.numbers_per_page
-            table.numbers[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
+            table.numbers[at * entries : (at + 1) * entries] = range(first, first + entries)
         return table
 
     # --- tokens in and out
 
     def copy_page(self, new: int, old: int) -> None:
-        for store in (*self.keys, *self.values):
+        for store in itertools.chain(*self.stores):
             store.memory[new] = store.memory[old]
 
     def tokens(self, layer: int, part: str, pages: list[int], n: int) -> np.ndarray:
         """A copy of a sequence's first n "keys" or "values": (kv_heads, n, dim)."""
         used = np.array(pages[: -(-n // self.page_size)], np.int64)
-        each = getattr(self, part)[layer].get(used, self.page_size)  # (pages, heads, page_size, dim)
+        each = self._get(layer, part, used, self.page_size)  # (pages, heads, page_size, dim)
         return each.swapaxes(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].copy()
 
     def parts(self, layer: int, pages: list[int], n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """A sequence's keys and values as files have them, as CacheStorage.parts() of a batch of one."""
         used = np.array(pages[: -(-n // self.page_size)], np.int64)
         keys, values = (
-            [
-                x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])[:, :, :n]
-                for x in store.parts(used, self.page_size)
-            ]
-            for store in (self.keys[layer], self.values[layer])
+            [x.swapaxes(0, 1).reshape(1, x.shape[1], -1, x.shape[3])[:, :, :n] for x in parts]
+            for parts in self._parts(layer, used, self.page_size)
         )
         return keys, values
 
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""
         if any(batch.counts):
+            k, v = self._put_parts(k, v)
             addresses = (address_of(k), address_of(v), *self.addresses[layer])
             self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 
@@ -462,7 +548,7 @@ class PoolStorage(BlockStorage):
         part = _Part(tuple(which[0]), tuple(batch.counts), tuple(first), batch.after)
         lists, strides = [x.address for x in batch.tables], _out_strides(q, self.shape.value_dim)
         call, any_lengths = self._call_of(q, part, lists, options, strides)
-        if any_lengths:
+        if any_lengths and (k is None or self._repeats_put(k, v)):
             put = None if k is None else self._put_of(k, v, batch.counts, call.heads_alone)
             self.steps.keep(Prepared(call, put), given, options)
 

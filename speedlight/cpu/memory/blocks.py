@@ -147,26 +147,31 @@ def reserved(shape: tuple[int, ...], name: str, *, filled: bool = False) -> np.n
     return np.frombuffer(memory, np.uint8, count).reshape(shape)
 
 
-def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -> tuple[list[Store], list[Store]]:
-    """Keys and values of every layer, in an array of blocks of this shape.
+def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -> list[tuple[Store, ...]]:
+    """Returns the stores of every layer, in an array of blocks of this shape: of keys and of values, or of latents.
 
-    `together`: a block's values follow its keys, and all blocks will be used.
+    Latents are kept as values are: their rows lie side by side, and so they do in an array.
+
+    together: a block's values follow its keys, and all blocks will be used.
     """
     kind: type[Store] = Store
     if shape.dtype in CODES:
         kind = Coded
-    elif shape.dtype == "bfloat16":
+    elif shape.dtype == "bfloat16" and not shape.latent:
         kind = Pairs
-    k, v = (
-        [kind(dim, shape.dtype, keys=keys) for _ in range(shape.layers)]
-        for dim, keys in ((shape.head_dim, True), (shape.value_dim, False))
-    )
-    for keys, values in zip(k, v, strict=True):
+    name = "pages" if together else "window" if shape.most is None else "capacity"
+    dims = [(shape.head_dim, not shape.latent)] + [(shape.value_dim, False)] * (not shape.latent)
+    layers = []
+    for _ in range(shape.layers):
+        stores = tuple([kind(dim, shape.dtype, keys=is_keys) for dim, is_keys in dims])
         if together:
-            whole = reserved((*blocks, BLOCK * (keys.row + values.row)), "pages", filled=True)
-            keys.use(whole)
-            values.use(whole, BLOCK * keys.row)
+            whole = reserved((*blocks, BLOCK * sum([x.row for x in stores])), name, filled=True)
+            first = 0
+            for x in stores:
+                x.use(whole, first)
+                first += BLOCK * x.row
         else:
-            for x in (keys, values):
-                x.use(reserved((*blocks, BLOCK * x.row), "window" if shape.most is None else "capacity"))
-    return k, v
+            for x in stores:
+                x.use(reserved((*blocks, BLOCK * x.row), name))
+        layers.append(stores)
+    return layers

@@ -70,8 +70,9 @@ class Paged(NamedTuple):
         pages, size = self.pages, DTYPES[dtype][1]
         strided = (not pages.lanes and x != size for x in (pages.k_column, pages.v_column))
         adjoin = not pages.lanes and 0 < pages.k_head < pages.k_row
-        in_parts = pages.latent_dim > 0
-        return Strides(*strided, heads_adjoin=adjoin, is_paged=True, is_cached=pages.lanes, in_parts=in_parts)
+        # rows in one endless page lie as in an array
+        is_paged, in_parts = pages.lanes or pages.size != ENDLESS, pages.latent_dim > 0
+        return Strides(*strided, heads_adjoin=adjoin, is_paged=is_paged, is_cached=pages.lanes, in_parts=in_parts)
 
 
 def words_of_keys(keys: Dense | Paged) -> dict[str, int]:
