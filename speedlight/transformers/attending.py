@@ -13,6 +13,7 @@ from ..adapting import Renamed, draw_seed, shown
 from ..host.insides import TORCH, as_left_alone
 from ..host.insides import TRANSFORMERS as INSIDES
 from ..torch.attending import attend, attention
+from .absorbing import Expanded, attend_to_latents
 from .caches import Kept
 from .masks import MaskSpec, softcap_score
 from .options import TRANSFORMERS
@@ -80,6 +81,9 @@ def attention_forward(
     if TORCH.get_eval_frame_callback() is not None:  # torch.compile would look into what is called here
         given = dict(locals())
         return _untraced(**given.pop("more"), **given)
+    if type(key) is Expanded:  # of latent attention
+        given = dict(locals())
+        return attend_to_latents(attention_forward, **given.pop("more"), **given)
     if INSIDES.active_collector.get() or "output_attentions" in more:
         _check_weights(more)
     if more and not harmless.issuperset(more):
