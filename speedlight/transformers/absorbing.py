@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..arrays.torch_tensors import is_plain
 from ..host.insides import TORCH
 from ..torch.routing import count_left, count_taken
-from .caches import StandIn
+from .caches import Kept, StandIn
 from .masks import MaskSpec
 from .options import LatentMode
 
@@ -196,8 +196,9 @@ def _make_expanding(expand_kv: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(layer: Any) -> bool:
+    """Returns whether a layer calls attention_forward(): by our name, maybe wrapped, or by another name."""
     name = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    return name in ALL_ATTENTION_FUNCTIONS and ALL_ATTENTION_FUNCTIONS[name] is _attend
+    return name == "speedlight" or (name in ALL_ATTENTION_FUNCTIONS and ALL_ATTENTION_FUNCTIONS[name] is _attend)
 
 
 def _find_obstacle(layer: Any, latent: torch.Tensor, rotary: torch.Tensor, expand_kv: Any) -> str | None:
@@ -220,7 +221,7 @@ def _find_obstacle(layer: Any, latent: torch.Tensor, rotary: torch.Tensor, expan
         return "latents and kv_b_proj have several dtypes"
     if torch.is_grad_enabled() and (latent.requires_grad or rotary.requires_grad or weight.requires_grad):
         return "gradients are recorded"
-    if not is_plain(latent, rotary):
+    if not is_plain() or not {type(latent), type(rotary)} <= {torch.Tensor, Kept}:
         return "tensors are traced or transformed"
     return None if _is_known(expand_kv) else "this release expands keys in another way"
 
