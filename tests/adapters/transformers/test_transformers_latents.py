@@ -37,7 +37,7 @@ ABSORBED = {
     "decoders": "axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear longcat_flash minicpm3 youtu",
     "multimodal": "mistral4",
 }
-INDEXED = {"decoders": "axk2 deepseek_v32 dots3_note glm_moe_dsa hy_v4", "multimodal": "mistral_large4"}
+INDEXED = {"decoders": "axk2 deepseek_v32 dots3_note glm_moe_dsa hy_v4", "multimodal": "mistral_large4 glm5_next"}
 
 
 @pytest.fixture(autouse=True)
