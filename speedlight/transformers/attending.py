@@ -87,7 +87,7 @@ def attention_forward(
     if INSIDES.active_collector.get() or "output_attentions" in more:
         _check_weights(more)
     if more and not harmless.issuperset(more):
-        attention_mask, more = _read_chosen(module, key, attention_mask, more)
+        attention_mask, more = _read_chosen(module, value, attention_mask, more)
         _check_unknown(module, more)
     if isinstance(cache, ModelCache):  # of a model that hands on what it has, its past_key_values before 5.24
         cache = None
@@ -96,9 +96,9 @@ def attention_forward(
     softcap = None if softcap is None else float(softcap)  # known by its value
     kept = (key, value) if type(key) is Kept and type(value) is Kept else None
     if type(attention_mask) is MaskSpec:
-        keys = key.shape[2]
+        keys = value.shape[2]
         if keys != attention_mask.k_len or query.shape[2] != attention_mask.q_len:
-            _check_fits(attention_mask, query, key)
+            _check_fits(attention_mask, query, value)
         is_offset = more.get("cu_seq_lens_q") is not None
         if attention_mask.q_len > 1 and not is_offset:
             attention_mask.compare(more.get("position_ids"))
@@ -133,7 +133,7 @@ def attention_forward(
             return out, None
         key, value = kept[0].stored(), kept[1].stored()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    hidden = _read_mask(query, key, attention_mask, causal, more.get("position_ids"))
+    hidden = _read_mask(query, value, attention_mask, causal, more.get("position_ids"))
     if "score" in options and "score" in hidden:
         hidden = {"score": [options["score"], hidden["score"]]}
     options |= hidden
@@ -142,8 +142,8 @@ def attention_forward(
         if sinks is not None:
             raise UnsupportedError("sinks: expected no packed sequences beside them; give documents as a batch.")
         return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
-    if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
-        query = query.expand(key.shape[0], -1, -1, -1)
+    if query.shape[0] != value.shape[0] and query.shape[0] == 1:  # learned queries
+        query = query.expand(value.shape[0], -1, -1, -1)
     with TRANSFORMERS.renamed if position_bias is None else _BIASED:
         if sinks is not None:
             return _attend_beside_sinks(query, key, value, sinks, options).transpose(1, 2).contiguous(), None
