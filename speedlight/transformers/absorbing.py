@@ -18,6 +18,7 @@ import torch
 from transformers.cache_utils import Cache as ModelCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..arrays.latents import join, resolve
 from ..arrays.torch_tensors import is_plain
 from ..host.insides import TORCH
 from ..torch.routing import count_left, count_taken
@@ -72,10 +73,16 @@ class Latents:
             found = self._expanded = self._expanding(self.layer, self.latent, self.rotary)
         return found
 
-    def join(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def as_keys(self, length: int) -> tuple[Any, torch.Tensor]:
         """Returns the first tokens as one head of keys, and values that are its first columns."""
-        keys = torch.cat((self.latent[:, :, :length], self.rotary[:, :, :length]), -1)
-        return keys, keys[..., : self.latent.shape[-1]]
+        # tokens of our Cache are copied out of it; those of transformers' caches are read where they lie
+        latent, rotary = (x.stored() if type(x) is Kept else x for x in (self.latent, self.rotary))
+        latent, rotary = latent[:, :, :length], rotary[:, :, :length]
+        keys, values = resolve((latent, rotary), None, None)
+        if type(keys) is tuple:
+            keys = join(keys)
+            values = keys[..., : latent.shape[-1]]
+        return keys, latent if values is None else values
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Returns (batch, heads, q_len, latent + rotary): queries whose first part meets latents, q · W_UK."""
@@ -122,7 +129,7 @@ def attend_to_latents(
     if type(attention_mask) is MaskSpec and attention_mask.k_len == length:
         attention_mask = attention_mask.cut()
         length = attention_mask.k_len
-    keys, values = latents.join(length)
+    keys, values = latents.as_keys(length)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     absorbed = latents.absorb(query)
     out, _ = attend(module, absorbed, keys, values, attention_mask, scaling=scale, **more)

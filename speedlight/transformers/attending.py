@@ -282,13 +282,15 @@ def _check_fits(mask: MaskSpec, query: torch.Tensor, key: torch.Tensor) -> None:
 
 
 def _attend_packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
+    query: torch.Tensor, key: Any, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
 ) -> torch.Tensor:
     """Attends in sequences that lie one after the other in a batch of one."""
     if query.shape[0] != 1:
         raise ArgumentError(f"cu_seq_lens_q: expected a batch of one, whose tokens they cut; got {query.shape[0]}.")
     if "mask" in options or "k_lengths" in options:
         raise UnsupportedError("cu_seq_lens_q: expected no attention_mask beside them; got one.")
+    if hasattr(key, "joined"):  # keys in two parts, which packed sequences do not have
+        key, value = key.joined()
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options = {name: x for name, x in options.items() if name not in ("cu_seqlens_q", "q_start")}
     out = attention(q, k, v, layout="lhd", cu_seqlens_q=offsets, cu_seqlens_k=of_keys, **options)

@@ -59,9 +59,10 @@ def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = (), mla: L
 
 
 def unregister() -> None:
-    """Restores "sdpa", if register() replaced it, and the latent attention of models.
+    """Restores "sdpa", if register() replaced it.
 
-    "speedlight" stays, since models that were made with it need it.
+    Models of latent attention expand their keys again, as transformers does. "speedlight" stays, since models that were
+    made with it need it.
     """
     from transformers.modeling_utils import AttentionInterface
 

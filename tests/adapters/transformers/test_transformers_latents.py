@@ -226,14 +226,19 @@ def test_chunks_of_a_prompt(deepseek, tokens):
         assert_close(torch.cat(parts, 1), want)
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "packed", "not causal"])
+@pytest.mark.parametrize("kind", ["bool", "float", "packed", "packed, alone", "not causal"])
 def test_masks(deepseek, tokens, kind):
+    if kind == "packed, alone":
+        kind, tokens = "packed", tokens[:1]
     seen = torch.ones(13, 13).tril().bool() & (torch.arange(13) != 4)
-    mask = seen[None, None].expand(2, 1, -1, -1)
+    mask = seen[None, None].expand(len(tokens), 1, -1, -1)
     options = {
         "bool": {"attention_mask": mask},
         "float": {"attention_mask": torch.zeros(2, 1, 13, 13).masked_fill(~mask, torch.finfo(torch.float32).min)},
-        "packed": {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2]] * 2), "use_cache": False},
+        "packed": {
+            "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2]] * len(tokens)),
+            "use_cache": False,
+        },
         "not causal": {"attention_mask": torch.ones(2, 1, 13, 13).bool()},
     }[kind]
     assert_close(logits(deepseek, "absorbed", tokens, **options), logits(deepseek, None, tokens, **options))
