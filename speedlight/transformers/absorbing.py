@@ -124,7 +124,6 @@ def attend_to_latents(
         count_left(name, why)
         keys, values = latents.expand()
         return attend(module, query, keys, values, attention_mask, scaling=scaling, cache=cache, **more)
-    count_taken(name)
     length = key.shape[2]
     if type(attention_mask) is MaskSpec and attention_mask.k_len == length:
         attention_mask = attention_mask.cut()
@@ -133,6 +132,7 @@ def attend_to_latents(
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     absorbed = latents.absorb(query)
     out, _ = attend(module, absorbed, keys, values, attention_mask, scaling=scale, **more)
+    count_taken(name)
     return latents.project(out), None
 
 
