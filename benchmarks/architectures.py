@@ -4,7 +4,8 @@
 
 is one of the processes: it prints a row of JSON for each. A dozen share a process, so that none ends the sweep.
 Each is made small from its configuration; compared are logits (whole, padded left and right, at tokens that are none),
-gradients of a loss and the tokens that are generated, from transformers' cache and from speedlight's.
+gradients of a loss and the tokens that are generated, from transformers' cache and from speedlight's. Rows of models
+with latent attention say if kv_b_proj was absorbed, or why not.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import small
 import torch
 
+import speedlight.torch
 import speedlight.transformers
 
 KINDS = small.KINDS
@@ -68,7 +70,8 @@ def line(row: dict[str, Any]) -> str:
     """Returns a row as text."""
     errors = " ".join(f"{x:.0e}" for x in row.get("errors", {}).values())
     cache = f"; with Cache: {row['cache']}" if row.get("cache", "equal") not in ("equal", None) else ""
-    return f"{row['kind']:16} {row['name']:24} {row['verdict']:12} {errors}{cache}  {row['said']}"
+    latents = f"; latents: {row['latents']}" if row.get("latents") else ""
+    return f"{row['kind']:16} {row['name']:24} {row['verdict']:12} {errors}{cache}{latents}  {row['said']}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -82,7 +85,12 @@ def table(rows: list[dict[str, Any]]) -> str:
             if names:
                 lines.append(f"| {told} | {kind} ({len(names)}) | {', '.join(names)} |")
                 told = ""
-    return "\n".join(lines)
+    latents: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("latents"):
+            latents.setdefault(row["latents"], []).append(row["name"])
+    lines += ["", *(f"Latents: {said} ({len(x)}): {', '.join(sorted(x))}" for said, x in sorted(latents.items()))]
+    return "\n".join(lines).rstrip()
 
 
 def measure(kind: str, name: str) -> dict[str, Any]:
@@ -110,6 +118,7 @@ def _compare(one: small.Small, checks: dict[str, tuple[Found, Callable[[Any], Fo
     errors, refused, eager = {}, {}, []
     with _counting() as calls:
         one.model.set_attn_implementation("speedlight")
+        speedlight.torch.report(reset=True)
         got = {check: _attempt(run, refused, check) for check, (_, run) in checks.items()}
         cache = _with_cache(one.model, *checks["tokens"]) if "tokens" in checks else None
     for check, found in got.items():
@@ -121,7 +130,7 @@ def _compare(one: small.Small, checks: dict[str, tuple[Found, Callable[[Any], Fo
                 eager += [check] if beside <= _bound(check) else []
                 errors[check] = min(errors[check], beside)
     wrong = [check for check, x in errors.items() if not x <= _bound(check)]
-    told = {"errors": errors, "calls": len(calls), "cache": cache}
+    told = {"errors": errors, "calls": len(calls), "cache": cache, "latents": _latents()}
     if refused:
         of = {x: [check for check in refused if refused[check] == x] for x in refused.values()}
         return told | {"verdict": "refused", "said": "; ".join(f"{', '.join(of[x])}: {x}" for x in of)}
@@ -129,6 +138,14 @@ def _compare(one: small.Small, checks: dict[str, tuple[Found, Callable[[Any], Fo
         return told | {"verdict": "differs", "said": ", ".join(wrong)}
     said = f"{', '.join(eager)}: as eager, from which transformers' default differs" if eager else ""
     return told | {"verdict": "equal" if calls else "no attention", "said": said}
+
+
+def _latents() -> str | None:
+    """Returns "absorbed" where layers of latent attention attended to latents, and why others did not."""
+    report = speedlight.torch.report()
+    why = {reason for name, reason in report.left if name.endswith(".expand_kv")} - {"gradients are recorded"}
+    said = ["absorbed"] if any(name.endswith(".expand_kv") for name in report.taken) else []
+    return ", ".join((*said, *sorted(why))) or None
 
 
 def _attempt(run: Callable[[Any], Found], failed: dict[str, str], check: str) -> Found | None:

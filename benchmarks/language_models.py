@@ -21,8 +21,9 @@ import speedlight.transformers
 # Untyped: to look at its models takes a type checker longer than all of this package does
 transformers: Any = importlib.import_module("transformers")
 
-KINDS = ("minilm", "prefill", "generate")
+KINDS = ("minilm", "prefill", "generate", "latents")
 _STEPS = 16  # tokens of a measured generation
+_HEADS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128}
 
 
 def problems(kind: str) -> Iterator[Problem]:
@@ -39,6 +40,11 @@ def problems(kind: str) -> Iterator[Problem]:
         for dtype in (torch.bfloat16, torch.float32):
             for length in (512, 4096):
                 yield _generation(_llama(dtype), length)
+    if kind in ("", "latents"):
+        for name, heads in _HEADS.items():
+            for length in (1024, 8192, 32768):
+                yield _latents(name, heads, length)
+        yield _latent_generation(4096)
 
 
 def _minilm() -> Path | None:
@@ -76,6 +82,17 @@ def _gpt_oss() -> Any:
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     return _random(config, torch.bfloat16)
+
+
+def _deepseek(heads: int, layers: int) -> Any:
+    """Returns the configuration of DeepSeek-V2-Lite, with so many heads and layers."""
+    return transformers.DeepseekV3Config(
+        vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=512,
+        q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=1,
+        n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, n_group=1, topk_group=1,
+        max_position_embeddings=163840,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -146,3 +163,47 @@ def _generation(model: Any, length: int) -> Problem:
 
     name = f"Llama, 8 layers, 8/2 heads of 128, {_STEPS} tokens after {length}"
     return _problem(name, model, ("speedlight", "sdpa"), run, apart=False)
+
+
+def _latents(name: str, heads: int, length: int) -> Problem:
+    """From a token's query and the latents of so many in a cache to the input of o_proj: absorbed, and expanded."""
+    torch.manual_seed(0)
+    layer = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3").DeepseekV3Attention(
+        _deepseek(heads, 1), 0
+    )
+    torch.nn.init.normal_(layer.kv_b_proj.weight, std=0.02)
+    latent, rotary, query = (torch.randn(1, *sizes) for sizes in ((1, length, 512), (1, length, 64), (heads, 1, 192)))
+
+    @torch.inference_mode()
+    def run(way: str) -> tuple[list[torch.Tensor], None]:
+        layer.config._attn_implementation = way
+        attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[way]
+        return [attend(layer, query, *layer.expand_kv(latent, rotary), None, scaling=layer.scaling)[0]], None
+
+    ways = {way: Contender(lambda w=way: run(w)) for way in ("speedlight", "sdpa")}
+    return Problem(f"latent attention of {name}, a token over {length}, float32", ways)
+
+
+def _latent_generation(length: int) -> Problem:
+    """generate() after random latents of so many tokens, in transformers' default cache."""
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(_deepseek(16, 4)).eval()
+    ids = torch.randint(3, 1000, (1, length + 1), generator=torch.Generator().manual_seed(0))
+    caches: dict[str, Any] = {}
+
+    @torch.inference_mode()
+    def run(way: str) -> tuple[list[torch.Tensor], None]:
+        model.set_attn_implementation(way)
+        if way not in caches:
+            drawn, caches[way] = torch.Generator().manual_seed(0), transformers.DynamicCache()
+            for layer in range(4):
+                parts = (torch.randn(1, 1, length, n, generator=drawn) for n in (512, 64))
+                caches[way].update(*parts, layer)
+        found = model.generate(
+            ids, past_key_values=caches[way], max_new_tokens=_STEPS, min_new_tokens=_STEPS, do_sample=False
+        )
+        caches[way].crop(-_STEPS)
+        return [found], None
+
+    ways = {way: Contender(lambda w=way: run(w)) for way in ("speedlight", "sdpa")}
+    return Problem(f"DeepSeek-V2-Lite, 4 layers, {_STEPS} tokens after {length}, float32", ways)

@@ -78,6 +78,7 @@ _BESIDE: dict[str, dict[str, Any]] = {  # by the name of an architecture or of a
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 32}},
     "encoder-decoder": {"encoder": _BERT, "decoder": _BERT | {"is_decoder": True, "add_cross_attention": True}},
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
     "granitemoehybrid": {"layer_types": _HYBRID},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

@@ -19,7 +19,8 @@ SDPA = "scaled_dot_product_attention"
 class Report(NamedTuple):
     """Counts of calls that speedlight computed, and of those left to PyTorch with the reason; in every thread.
 
-    A call counts once, where it is first seen. Calls outside sdpa() and patch() count nowhere.
+    A call counts once, where it is first seen. Calls outside sdpa() and patch() count nowhere. Layers of transformers
+    with latent attention count as "DeepseekV3Attention.expand_kv": taken where kv_b_proj was absorbed.
     """
 
     taken: dict[str, int]  # by PyTorch's name of what was called

@@ -13,6 +13,7 @@ from ..adapting import Renamed, draw_seed, shown
 from ..host.insides import TORCH, as_left_alone
 from ..host.insides import TRANSFORMERS as INSIDES
 from ..torch.attending import attend, attention
+from .absorbing import Expanded, attend_to_latents
 from .caches import Kept
 from .masks import MaskSpec, softcap_score
 from .options import TRANSFORMERS
@@ -80,10 +81,13 @@ def attention_forward(
     if TORCH.get_eval_frame_callback() is not None:  # torch.compile would look into what is called here
         given = dict(locals())
         return _untraced(**given.pop("more"), **given)
+    if type(key) is Expanded:  # of latent attention
+        given = dict(locals())
+        return attend_to_latents(attention_forward, **given.pop("more"), **given)
     if INSIDES.active_collector.get() or "output_attentions" in more:
         _check_weights(more)
     if more and not harmless.issuperset(more):
-        attention_mask, more = _read_chosen(module, key, attention_mask, more)
+        attention_mask, more = _read_chosen(module, value, attention_mask, more)
         _check_unknown(module, more)
     if isinstance(cache, ModelCache):  # of a model that hands on what it has, its past_key_values before 5.24
         cache = None
@@ -92,9 +96,9 @@ def attention_forward(
     softcap = None if softcap is None else float(softcap)  # known by its value
     kept = (key, value) if type(key) is Kept and type(value) is Kept else None
     if type(attention_mask) is MaskSpec:
-        keys = key.shape[2]
+        keys = value.shape[2]
         if keys != attention_mask.k_len or query.shape[2] != attention_mask.q_len:
-            _check_fits(attention_mask, query, key)
+            _check_fits(attention_mask, query, value)
         is_offset = more.get("cu_seq_lens_q") is not None
         if attention_mask.q_len > 1 and not is_offset:
             attention_mask.compare(more.get("position_ids"))
@@ -129,7 +133,7 @@ def attention_forward(
             return out, None
         key, value = kept[0].stored(), kept[1].stored()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    hidden = _read_mask(query, key, attention_mask, causal, more.get("position_ids"))
+    hidden = _read_mask(query, value, attention_mask, causal, more.get("position_ids"))
     if "score" in options and "score" in hidden:
         hidden = {"score": [options["score"], hidden["score"]]}
     options |= hidden
@@ -138,8 +142,8 @@ def attention_forward(
         if sinks is not None:
             raise UnsupportedError("sinks: expected no packed sequences beside them; give documents as a batch.")
         return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
-    if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
-        query = query.expand(key.shape[0], -1, -1, -1)
+    if query.shape[0] != value.shape[0] and query.shape[0] == 1:  # learned queries
+        query = query.expand(value.shape[0], -1, -1, -1)
     with TRANSFORMERS.renamed if position_bias is None else _BIASED:
         if sinks is not None:
             return _attend_beside_sinks(query, key, value, sinks, options).transpose(1, 2).contiguous(), None
@@ -278,13 +282,15 @@ def _check_fits(mask: MaskSpec, query: torch.Tensor, key: torch.Tensor) -> None:
 
 
 def _attend_packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
+    query: torch.Tensor, key: Any, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
 ) -> torch.Tensor:
     """Attends in sequences that lie one after the other in a batch of one."""
     if query.shape[0] != 1:
         raise ArgumentError(f"cu_seq_lens_q: expected a batch of one, whose tokens they cut; got {query.shape[0]}.")
     if "mask" in options or "k_lengths" in options:
         raise UnsupportedError("cu_seq_lens_q: expected no attention_mask beside them; got one.")
+    if hasattr(key, "joined"):  # keys in two parts, which packed sequences do not have
+        key, value = key.joined()
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options = {name: x for name, x in options.items() if name not in ("cu_seqlens_q", "q_start")}
     out = attention(q, k, v, layout="lhd", cu_seqlens_q=offsets, cu_seqlens_k=of_keys, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,16 +19,40 @@ from ..problem.options import Dtype, DtypeName
 from ..problem.signatures import public
 from .masks import MaskSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _DTYPES: dict[torch.dtype, DtypeName] = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",
 }  # fmt: skip
 _IN_PLACE = 16  # rows from which on results are written where they go, instead of being moved there
 
 
-class Kept(torch.Tensor):
+class StandIn(torch.Tensor):
+    """Tensor without memory that stands for another, which stored() makes: any operation computes with that one."""
+
+    @classmethod
+    def make(cls, shape: tuple[int, ...], like: torch.Tensor) -> Self:
+        """Returns one of a shape, of the dtype and device of another tensor."""
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+
+    def stored(self) -> torch.Tensor:
+        """Returns the tensor that it stands for."""
+        raise NotImplementedError
+
+    # what is computed of it is a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        plain = lambda x: x.stored() if isinstance(x, StandIn) else x  # noqa: E731
+        return function(*TORCH.tree_map(plain, args), **TORCH.tree_map(plain, options or {}))
+
+
+class Kept(StandIn):
     """Keys or values that lie in a cache: Cache.update() gives them to a model, that hands them to attention_forward().
 
-    To anything else it is the tensor that it stands for: an operation copies the tokens out of the cache.
+    To anything else it is a copy of the tokens.
     """
 
     layer: Layer
@@ -38,12 +62,9 @@ class Kept(torch.Tensor):
 
     @staticmethod
     def of(layer: Layer, part: str, like: torch.Tensor, shape: tuple[int, ...], length: int, given: Any = None) -> Kept:
-        made = torch.Tensor._make_wrapper_subclass(Kept, shape, dtype=like.dtype, device=like.device)
+        made = Kept.make(shape, like)
         made.layer, made.part, made.length, made.given = layer, part, length, given
         return made
-
-    # what is computed of it is a plain tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Kept({self.part}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -51,11 +72,6 @@ class Kept(torch.Tensor):
     def stored(self) -> torch.Tensor:
         """Returns a copy."""
         return self.layer.stored(self)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        plain = lambda x: x.stored() if isinstance(x, Kept) else x  # noqa: E731
-        return function(*TORCH.tree_map(plain, args), **TORCH.tree_map(plain, options or {}))
 
 
 _METHODS = Renamed({"truncate()": "crop()"})

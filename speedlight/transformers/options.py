@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..adapting import Library
+
+LatentMode = Literal["auto", "absorbed", "stock"]
 
 TRANSFORMERS = Library(
     "transformers",
