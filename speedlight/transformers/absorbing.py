@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import Cache as ModelCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..arrays.latents import join, resolve
+from ..arrays.latents import resolve
 from ..arrays.torch_tensors import is_plain
 from ..host.insides import TORCH
 from ..torch.routing import count_left, count_taken
@@ -79,9 +79,6 @@ class Latents:
         latent, rotary = (x.stored() if type(x) is Kept else x for x in (self.latent, self.rotary))
         latent, rotary = latent[:, :, :length], rotary[:, :, :length]
         keys, values = resolve((latent, rotary), None, None)
-        if type(keys) is tuple:
-            keys = join(keys)
-            values = keys[..., : latent.shape[-1]]
         return keys, latent if values is None else values
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache as ModelCache
 
 from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
 from ..adapting import Renamed, draw_seed, shown
+from ..arrays.latents import KeyPair
 from ..host.insides import TORCH, as_left_alone
 from ..host.insides import TRANSFORMERS as INSIDES
 from ..torch.attending import attend, attention
@@ -289,7 +290,7 @@ def _attend_packed(
         raise ArgumentError(f"cu_seq_lens_q: expected a batch of one, whose tokens they cut; got {query.shape[0]}.")
     if "mask" in options or "k_lengths" in options:
         raise UnsupportedError("cu_seq_lens_q: expected no attention_mask beside them; got one.")
-    if hasattr(key, "joined"):  # keys in two parts, which packed sequences do not have
+    if type(key) is KeyPair:  # keys in two parts, which packed sequences do not have
         key, value = key.joined()
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options = {name: x for name, x in options.items() if name not in ("cu_seqlens_q", "q_start")}
