@@ -171,7 +171,10 @@ def test_generation(deepseek, tokens, way):
         assert taken >= LAYERS * NEW and left == {}
 
 
-@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": model}], ids=["lookup", "model"])
+ASSISTED = {"lookup": {"prompt_lookup_num_tokens": 3}, "model": {"assistant_model": model}}
+
+
+@pytest.mark.parametrize("options", ASSISTED.values(), ids=ASSISTED)
 def test_assisted_generation(deepseek, tokens, options):
     """Several tokens at once, and a cache that is cropped."""
     ids = tokens[:1].repeat(1, 2)
