@@ -229,7 +229,7 @@ class KVCache:
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer = self._layer(layer)
         if self.latent:
-            v = second_part(k, v)
+            v = second_part(self._storage.shape, k, v)
         given = (k, v)
         if new_lengths is None and repeat(self, layer, given, PLAIN, False) is not None:
             return
@@ -311,7 +311,7 @@ class KVCache:
     ) -> Any:  # fmt: skip
         """Computes attend() with its options in one: repeats a prepared step, or makes a new one."""
         if self.latent and k is not None:
-            v = second_part(k, v)
+            v = second_part(self._storage.shape, k, v)
         arrays = (q,) if k is v is None else (q, k, v)
         if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
             result = repeat(self, layer, arrays, options, return_lse)

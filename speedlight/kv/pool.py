@@ -277,7 +277,7 @@ class PagePool:
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         if self.latent:
-            v = second_part(k, v)
+            v = second_part(self._storage.shape, k, v)
         given = (k, v)
         steps = self._storage.prepares_steps and new_lengths is None
         found = self._storage.find_step(len(sequences), given, PLAIN) if steps else None
@@ -354,7 +354,7 @@ class PagePool:
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         given = Options.of_step(k is not None, "lhd", options)
         if self.latent and k is not None:
-            v = second_part(k, v)
+            v = second_part(self._storage.shape, k, v)
         arrays = (q,) if k is v is None else (q, k, v)
         usual = new_lengths is q_lengths is out is None and self._storage.prepares_steps
         if usual and type(return_lse) is bool:

@@ -115,14 +115,19 @@ def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], a
     return tokens
 
 
-def second_part(k: Any, v: Any) -> Any:
-    """Returns what goes behind latents: their rotary parts, or k itself where that has both."""
+def second_part(stored: TokenShape, k: Any, v: Any) -> Any:
+    """Returns what goes behind latents: their rotary parts, or k itself where that has both.
+
+    A step that was prepared for whole keys knows them by v's width, so no other v may have that.
+    """
     if v is None:
         return k
-    if v is k:
+    shape = getattr(v, "shape", ())
+    if v is k or (shape and shape[-1] == stored.head_dim):
+        got = "k itself" if v is k else f"shape {tuple(shape)}"
         raise ArgumentError(
-            "v: expected the rotary part of keys whose latent is k, or None where k has both; got k. Leave v out: "
-            "values are the first columns of keys (latent=True)."
+            f"v: expected the rotary part, {stored.rotary_dim} columns, or None where k has both; got {got}. Values "
+            f"are the first {stored.value_dim} columns of keys (latent=True): leave v out."
         )
     return v
 

@@ -11,6 +11,13 @@ MUTATIONS = (
         "tests/conformance/caches/test_caches_latents.py -k 'bits_of_arrays and float32'",
     ),
     Mutation(
+        "values of their own are taken beside whole keys where a step is prepared",
+        "kv/query.py",
+        "v is k or (shape and shape[-1] == stored.head_dim)",
+        "v is k",
+        "tests/conformance/caches/test_caches_latents.py -k after_any_steps",
+    ),
+    Mutation(
         "a latent alone is taken for a joined key where its rotary part is as wide",
         "cpu/engine/storage.py",
         "self.shape.has_rows and k.shape[-1] != v.shape[-1]",

@@ -98,12 +98,14 @@ class BlockStorage(Storage):
 
         given: as the caller has them.
         """
-        if any(counts) and self._repeats_put(k, v):
+        if any(counts) and self._can_repeat_put(k, v):
             self.steps.keep(Prepared(None, self._put_of(k, v, counts)), given, options)
 
     def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> AppendCall:
-        """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie."""
+        """Prepares the call that stores so many new tokens of each sequence, wherever they and their places lie.
 
+        heads: as AppendCall has it. Latents have a region of their own.
+        """
         if self.shape.latent:
             heads = 0
 
@@ -135,7 +137,7 @@ class BlockStorage(Storage):
             k = v = np.concatenate([k, v], -1)
         return k, v
 
-    def _repeats_put(self, k: np.ndarray, v: np.ndarray) -> bool:
+    def _can_repeat_put(self, k: np.ndarray, v: np.ndarray) -> bool:
         """Returns whether a call that stores such tokens may be repeated for arrays of the same kind.
 
         Not parts of latents that are to be joined first, nor a latent beside a rotary part as wide, since a joined key
@@ -402,7 +404,7 @@ class CacheStorage(BlockStorage):
     def remember(self, step: Prepared, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
         """Keeps a step that was checked with these arrays: q, or q, k and v."""
         if k is not None:
-            if not self._repeats_put(k, v):
+            if not self._can_repeat_put(k, v):
                 return
             put = self._put_of(k, v, step.counts, step.call.heads_alone)
             step = Prepared(step.call, put)
@@ -410,9 +412,9 @@ class CacheStorage(BlockStorage):
             return
         self.steps.keep(step, given, options)
 
-    def _repeats_put(self, k: np.ndarray, v: np.ndarray) -> bool:
+    def _can_repeat_put(self, k: np.ndarray, v: np.ndarray) -> bool:
         # rows find their place in a ring on the host
-        return super()._repeats_put(k, v) and not (self.shape.has_rows and self.ring.size)
+        return super()._can_repeat_put(k, v) and not (self.shape.has_rows and self.ring.size)
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
         keys = Paged(self.pages, [self.numbers] * self.batch)
@@ -548,7 +550,7 @@ class PoolStorage(BlockStorage):
         part = _Part(tuple(which[0]), tuple(batch.counts), tuple(first), batch.after)
         lists, strides = [x.address for x in batch.tables], _out_strides(q, self.shape.value_dim)
         call, any_lengths = self._call_of(q, part, lists, options, strides)
-        if any_lengths and (k is None or self._repeats_put(k, v)):
+        if any_lengths and (k is None or self._can_repeat_put(k, v)):
             put = None if k is None else self._put_of(k, v, batch.counts, call.heads_alone)
             self.steps.keep(Prepared(call, put), given, options)
 

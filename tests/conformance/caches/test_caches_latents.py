@@ -149,6 +149,30 @@ def test_steps_repeat_by_what_they_were_given(rng, kind, joined):
     assert cache.keys(0).tobytes() == np.concatenate([k, k[:, :, :3]], 2).tobytes()
 
 
+def test_a_second_array_beside_whole_keys_is_refused_after_any_steps(rng):
+    """A step that is prepared for keys alone takes no values of their own."""
+    q, k = problem(rng, "float32", SIZES[1], n=1)
+    cache, pool = made("float32", SIZES[1]), made("float32", SIZES[1], pool=True)
+    sequence = pool.sequence()
+    packed = [rows(x[:1]) for x in (q, k, k)]
+    for _ in range(3):
+        cache.attend(0, q, k)
+        cache.append(0, k)
+        pool.attend(0, [sequence], *packed[:2])
+        pool.append(0, [sequence], packed[1])
+    for call in (
+        lambda: cache.attend(0, q, k, k.copy()),
+        lambda: cache.append(0, k, k.copy()),
+        lambda: pool.attend(0, [sequence], *packed),
+        lambda: pool.append(0, [sequence], *packed[1:]),
+    ):
+        with pytest.raises(
+            sl.ArgumentError, match=r"v: expected the rotary part, 7 columns, .*got shape \(.*40\)\. V"
+        ):
+            call()
+    assert cache.lengths(0) == (6, 6) and sequence.length() == 6
+
+
 def test_a_half_of_a_key_is_no_joined_key(rng):
     """A latent and a rotary part as wide, given as two arrays alike, then one of them alone."""
     x = rng.standard_normal((1, 1, 1, 16)).astype(np.float32)
@@ -281,7 +305,7 @@ def test_other_parts_are_refused_and_nothing_is_stored(rng):
     for call, error, message in (
         (lambda: cache.append(0, latent), sl.ArgumentError, rf"k: .* 576\); got \(1, 1, 2, 512\)\. {way}"),
         (lambda: cache.attend(0, q, rotary), sl.ArgumentError, rf"k: .* 576\); got \(1, 1, 2, 64\)\. {way}"),
-        (lambda: cache.append(0, k, k), sl.ArgumentError, r"v: expected the rotary part .*got k\. Leave v out"),
+        (lambda: cache.append(0, k, k), sl.ArgumentError, r"v: expected the rotary part, 64 columns, .*got k itself\."),
         (lambda: cache.append(0, k, rotary), sl.ArgumentError, rf"k: .* 512\); got \(1, 1, 2, 576\)\. {way}"),
         (lambda: cache.append(0, k, latent), sl.ArgumentError, rf"k: .* 512\); got \(1, 1, 2, 576\)\. {way}"),
         (lambda: cache.append(0, latent, latent.copy()), sl.ArgumentError, rf"v: .* 64\); got .* 512\)\. {way}"),
