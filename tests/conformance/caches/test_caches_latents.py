@@ -166,9 +166,7 @@ def test_a_second_array_beside_whole_keys_is_refused_after_any_steps(rng):
         lambda: pool.attend(0, [sequence], *packed),
         lambda: pool.append(0, [sequence], *packed[1:]),
     ):
-        with pytest.raises(
-            sl.ArgumentError, match=r"v: expected the rotary part, 7 columns, .*got shape \(.*40\)\. V"
-        ):
+        with pytest.raises(sl.ArgumentError, match=r"v: expected the rotary part, 7 columns, .*got shape \(.*40\)\. V"):
             call()
     assert cache.lengths(0) == (6, 6) and sequence.length() == 6
 
