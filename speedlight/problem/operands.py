@@ -32,6 +32,7 @@ class Strides(NamedTuple):
     heads_adjoin: bool = False  # a token's heads lie side by side, and tokens apart
     is_paged: bool = False
     is_cached: bool = False  # in the blocks of a cache
+    is_latent: bool = False  # … where keys lie as values do
     in_parts: bool = False  # keys lie in two arrays
 
 

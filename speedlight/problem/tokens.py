@@ -31,6 +31,11 @@ class TokenShape(NamedTuple):
         """Returns whether tokens are rows, as in an array: latents that are no codes."""
         return self.latent and self.dtype not in CODES
 
+    @property
+    def has_codes_of_latents(self) -> bool:
+        """Returns whether tokens are latents that are codes: whole keys with one scale, in blocks as values have."""
+        return self.latent and self.dtype in CODES
+
     def stored(self, lengths: list[int], **more: Any) -> Stored:
         """Describes stored tokens, so many of each sequence, for building a Problem; more: as Stored has it."""
         return Stored(self.dtype, self.kv_heads, self.head_dim, self.value_dim, tuple(lengths), most=self.most, **more)

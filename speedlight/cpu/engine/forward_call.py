@@ -49,8 +49,10 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     form = ResultLayout.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
-    cached, in_parts = isinstance(keys, Paged) and keys.pages.lanes, words.get("latent_dim", 0) > 0
-    call = Call(problem, how, words, items, form, cached=cached, in_parts=in_parts)
+    lies = {"in_parts": words.get("latent_dim", 0) > 0}
+    if isinstance(keys, Paged):
+        lies |= {"cached": keys.pages.lanes, "latent": keys.pages.latent}
+    call = Call(problem, how, words, items, form, **lies)
     call.machine = threads, isa.name
     return call
 
@@ -87,11 +89,13 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
     return how, _shape(problem, how, program_of(problem))
 
 
-def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False, in_parts: bool = False) -> Shape:
+def _shape(
+    problem: Problem, how: Schedule, program: Any, *, cached: bool = False, latent: bool = False, in_parts: bool = False
+) -> Shape:
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised
-    of_call = *of_keys, *loops, dropout, widened, in_parts, how.scattered, problem.partial
+    of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
 
@@ -103,9 +107,9 @@ class Call:
 
     def __init__(
         self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout, *,
-        cached: bool, in_parts: bool = False,
+        cached: bool = False, latent: bool = False, in_parts: bool = False,
     ) -> None:  # fmt: skip
-        """form: of its results. cached: keys and values lie as in a cache. in_parts: keys lie in two arrays."""
+        """form: of its results. cached, latent, in_parts: how keys and values lie, as Shape has it."""
         self.problem, self.how, self.items, self.result_layout, self.sinks = problem, how, items, form, _sinks(problem)
         self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
@@ -116,7 +120,7 @@ class Call:
         if "upcoming" in words:
             words["upcoming"] = threads
         self.launch = Launch(
-            _shape(problem, how, program, cached=cached, in_parts=in_parts),
+            _shape(problem, how, program, cached=cached, latent=latent, in_parts=in_parts),
             ARGUMENTS[how.kind],
             words,
             how.tickets if problem.value_dim and problem.q_heads else 0,

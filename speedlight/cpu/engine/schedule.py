@@ -72,7 +72,7 @@ def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
     """Returns whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
     if strides.strided_keys or strides.strided_values or problem.rows is not None or problem.partial:
         return False
-    if strides.in_parts:
+    if strides.in_parts or strides.is_latent:
         return False
     most = max(problem.q_lengths, default=0) * problem.group
     rows = DECODE_ROWS - _fills_panels(problem, isa, strides)

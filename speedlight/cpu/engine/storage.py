@@ -17,7 +17,6 @@ import numpy as np
 from ...arrays.array import describe
 from ...arrays.dtypes import CODES, numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
-from ...errors import UnsupportedError
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
@@ -81,12 +80,6 @@ class BlockStorage(Storage):
         return x, x.dtype.name
 
     def query(self, q: Any) -> Array:
-        if self.shape.latent and not self.shape.has_rows:
-            raise UnsupportedError(
-                f"dtype: expected float32, float16, bfloat16 or float64 where latents are attended to; got "
-                f"{self.shape.dtype}, which keeps them and gives them back. Make the cache with another dtype, or "
-                "without latent=True."
-            )
         return describe(q, "q")
 
     # --- steps
@@ -133,7 +126,7 @@ class BlockStorage(Storage):
         """Returns new tokens as kernels store them: codes of latents are of whole keys, since one scale is of both
         parts.
         """
-        if self.shape.latent and not self.shape.has_rows and not self._is_joined(v):
+        if self.shape.has_codes_of_latents and not self._is_joined(v):
             k = v = np.concatenate([k, v], -1)
         return k, v
 
@@ -284,6 +277,7 @@ class CacheStorage(BlockStorage):
             v_row=v.row,
             k_item=items[0],
             v_item=items[1],
+            latent=self.shape.has_codes_of_latents,
             **more,
         )
 
@@ -459,7 +453,8 @@ class PoolStorage(BlockStorage):
             self.kernel_pages = Pages(False, page_size, head, page, k.row, head, page, v.row, *columns)
             self.blocks = Blocks.of_latents(shape, self.isa, head, page, page_size)
         else:
-            self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
+            latent = shape.has_codes_of_latents
+            self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row, latent=latent)
             self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
 

@@ -302,7 +302,8 @@ class _Task(PanelWork):
         units = s.packed_units(a.head_dim)
         self.locate(places, "k", start, count)
         if not s.in_parts:
-            k.call(self.parts.stage_keys, to, places, a.k_row, a.k_column, count, a.head_dim, units, k.i64(0))
+            row = s.format.offset(a.head_dim) if s.latent else a.k_row
+            k.call(self.parts.stage_keys, to, places, row, a.k_column, count, a.head_dim, units, k.i64(0))
             return
         k.call(self.parts.stage_keys, to, places, a.k_row, a.k_column, count, a.latent_dim, units, k.i64(0))
         self.locate(places, "rotary", start, count)

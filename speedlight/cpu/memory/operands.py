@@ -33,6 +33,7 @@ class Pages:
     v_column: int = 0
     k_item: int = 0
     v_item: int = 0
+    latent: bool = False  # blocks of keys lie as those of values, which are their first columns
     rotary_head: int = 0  # of keys in two parts: the second
     rotary_page: int = 0
     rotary_row: int = 0
@@ -72,7 +73,10 @@ class Paged(NamedTuple):
         adjoin = not pages.lanes and 0 < pages.k_head < pages.k_row
         # rows in one endless page lie as in an array
         is_paged, in_parts = pages.lanes or pages.size != ENDLESS, pages.latent_dim > 0
-        return Strides(*strided, heads_adjoin=adjoin, is_paged=is_paged, is_cached=pages.lanes, in_parts=in_parts)
+        return Strides(
+            *strided, heads_adjoin=adjoin, is_paged=is_paged, is_cached=pages.lanes, is_latent=pages.latent,
+            in_parts=in_parts,
+        )  # fmt: skip
 
 
 def words_of_keys(keys: Dense | Paged) -> dict[str, int]:

@@ -34,6 +34,7 @@ class Shape:
     own_tiles: RegisterTiles | None = None  # None: those that ship for the unit
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
+    latent: bool = False  # a cache's keys lie as values do, which are their first columns
     in_parts: bool = False  # keys lie in two arrays, one behind the other
     scattered: bool = False  # rows of keys, and of values that are not staged, are read by a list of their addresses
     partial: bool = False  # of some of the keys: rows go on from a state; what flows adds to sums that are there
@@ -91,7 +92,7 @@ class Shape:
     @property
     def has_rows_of_numbers(self) -> bool:
         """Has staged keys whose rows are as staged values' are: numbers side by side."""
-        return self.elements == 1 and not self.cached
+        return self.elements == 1 and (self.latent or not self.cached)
 
     @property
     def has_narrow_tail(self) -> bool:

@@ -59,7 +59,7 @@ class Fma(OuterProduct):
         rows = stage_rows(self, module)
         if self.splits_bf16_pairs:
             return split_lanes(module, self.s), split_rows(module, self.s)
-        return stage_lanes(self, module) if self.s.cached else rows, rows
+        return stage_lanes(self, module) if self.s.cached and not self.s.latent else rows, rows
 
     def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:
         return self.load_units(k, rows[0], column, stored=True)
