@@ -87,8 +87,8 @@ _OPTIONS = {
     "head_dim_v kv_lora_rank latent": "value_dim=, beside None for the values: the first columns of keys",
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
-    "kv_cache_dtype is_fp8_kvcache k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales are "
-    "a KVCache's: KVCache(dtype='int8' or 'fp8')",
+    "kv_cache_dtype is_fp8_kvcache k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales "
+    "are a KVCache's: KVCache(dtype='int8' or 'fp8')",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {
