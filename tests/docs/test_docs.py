@@ -146,7 +146,14 @@ def test_what_is_printed_is_compared(printed, told, good):
 
 @pytest.mark.parametrize(
     ("page", "made"),
-    [("torch", "layer"), ("coming-from", "seq_lens"), ("caches", "lengths"), ("index", "q"), ("distributed", "whole")],
+    [
+        ("torch", "layer"),
+        ("coming-from", "seq_lens"),
+        ("caches", "lengths"),
+        ("index", "q"),
+        ("mla", "rotary"),
+        ("distributed", "whole"),
+    ],
 )
 def test_examples_of_pages(page, made, capsys):
     names: dict = {}
