@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import engines
+from ..arrays import latents
 from ..arrays.integers import integer
 from ..errors import ArgumentError
 from ..problem.build import from_arrays, from_sizes
@@ -12,7 +13,7 @@ from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
 from ..problem.operands import Dense, Strides
 from ..problem.options import AllOptions, Method, Options, Shard
-from ..problem.plan import Plan, over_ranks
+from ..problem.plan import Plan, of_latents, over_ranks
 from ..problem.problem import Sizes
 from ..problem.rank_plan import asked_ranks
 from ..problem.signatures import public
@@ -35,6 +36,7 @@ def plan(
     k_len: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
+    latent: bool = False,
     dtype: Any = None,
     exact: bool = False,
     device: Any = None,
@@ -52,7 +54,8 @@ def plan(
     Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads,
     k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or
     cu_seqlens.
-    Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Computes
+    With `latent=True`, or beside arrays v=None and value_dim, values are the first columns of keys: their bytes count
+    once. Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Computes
     no attention. The least time is at the best peak and bandwidth that were measured on this machine: a run may beat
     it if the machine was busy then (`speedlight info --measure` measures again). Of a mask, the tiles that are computed
     are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
@@ -99,7 +102,12 @@ def plan(
     check_flag("backward", backward)
     given = Options.of(plan, options).spelled()
     check_precision(given.precision)
+    check_flag("latent", latent)
     layout = given.layout
+    if k is not None and (v is None or isinstance(k, (tuple, list))):
+        latent = latent or v is None
+        k, v = latents.resolve(k, v, value_dim)
+        k, value_dim = latents.join(k), None
     sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
     if q is not None or k is not None or v is not None:
         for name, x in zip(Sizes._fields, sizes, strict=True):
@@ -115,6 +123,12 @@ def plan(
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, given)
+        if latent and problem.value_dim > problem.head_dim:
+            raise ArgumentError(
+                f"value_dim: expected at most head_dim {problem.head_dim}, as values are the first columns of keys "
+                f"(latent=True); got {problem.value_dim}."
+            )
         strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
     found = engines.plan(problem, device, strides, given.precision, exact=exact, backward=backward, threads=threads)
+    found = of_latents(found) if latent else found
     return found if spreading is None else over_ranks(found, spreading, packed=layout == "lhd")

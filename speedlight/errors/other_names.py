@@ -62,8 +62,8 @@ _OPTIONS = {
     "'lhd' for packed (total_length, heads, head_dim)",
     "is_training training": "nothing: dropout=0.0, the default, where nothing trains",
     "deterministic": "nothing: results have the same bits for any threads, and from run to run",
-    "num_splits kernel_options scheduler_metadata pack_gqa smooth_k": "nothing: how work is divided is the engine's "
-    "own",
+    "num_splits kernel_options scheduler_metadata tile_scheduler_metadata pack_gqa smooth_k": "nothing: how "
+    "work is divided is the engine's own",
     "threads num_threads n_threads nthreads": "sl.set_threads(n), for all calls",
     "return_attn_probs return_softmax_lse return_softmax return_aux": "return_lse=True; weights, of a few rows, are "
     "sl.reference.weights(q, k)",
@@ -84,10 +84,11 @@ _OPTIONS = {
     "work is divided is the engine's own",
     "dtype softmax_dtype precision_dtype": "nothing: convert q, k and v; softmax is computed in float32 or float64",
     "device": "engine='cpu' or 'cuda', or nothing: it is where q lies",
+    "head_dim_v kv_lora_rank latent": "value_dim=, beside None for the values: the first columns of keys",
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
-    "kv_cache_dtype k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales are a KVCache's: "
-    "KVCache(dtype='int8' or 'fp8')",
+    "kv_cache_dtype is_fp8_kvcache k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales "
+    "are a KVCache's: KVCache(dtype='int8' or 'fp8')",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {

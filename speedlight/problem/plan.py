@@ -11,7 +11,7 @@ from ..expressions.tree import lazily
 from ..host.tunings import Origin
 from .problem import TILE, Problem
 from .rank_plan import Asked, Rates, Spread, spread
-from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes
+from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes, value_bytes
 
 
 class Run(NamedTuple):
@@ -85,6 +85,7 @@ class Plan:
     materialised_bytes: int
     tile_keys: int = TILE
     backward: bool = False
+    latent: bool = False  # values are the keys' first columns, which count once
     origin: Origin | None = None  # of the schedule, on a CPU
     measured: Callable[[], Roofs | None] | None = field(default=None, repr=False, compare=False)
     simulated: Callable[[], Balance | None] | None = field(default=None, repr=False, compare=False)
@@ -152,7 +153,7 @@ class Plan:
             (
                 "problem",
                 f"{dtypes}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims "
-                f"{p.head_dim}/{p.value_dim}, {mask}{', backward' * self.backward}",
+                f"{p.head_dim}/{p.value_dim}{' of the keys' * self.latent}, {mask}{', backward' * self.backward}",
             ),
             (
                 "engine",
@@ -255,6 +256,13 @@ def plan_of(
         measured=measured,
         simulated=simulated,
     )
+
+
+def of_latents(plan: Plan) -> Plan:
+    """Returns the plan of a call whose values are the keys' first columns: their bytes, and gradients', count once."""
+    shared = value_bytes(plan.problem)
+    written = plan.bytes_written - shared * plan.backward
+    return replace(plan, latent=True, bytes_read=plan.bytes_read - shared, bytes_written=written)
 
 
 def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:

@@ -78,6 +78,12 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return read, q_rows * problem.value_dim * size + q_rows * number_bytes(problem.storage)
 
 
+def value_bytes(problem: Problem) -> int:
+    """Returns the bytes of all values."""
+    keys = max(problem.k_lengths, default=0) if problem.shared else sum(problem.k_lengths)
+    return keys * problem.kv_heads * problem.value_dim * STORAGE_BYTES[problem.key_storage]
+
+
 def least_backward_bytes(problem: Problem) -> tuple[int, int]:
     """Returns a backward pass's least bytes: q, k, v, out, lse and d_out are read, dq, dk and dv written."""
     size = STORAGE_BYTES[problem.storage]

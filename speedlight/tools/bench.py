@@ -34,9 +34,11 @@ def bench(
     """Measures your problem beside other libraries, in turn (A B A B), and says how much faster this one is.
 
     Every result is first compared with float64; if ours is wrong, nothing is measured and the exit status is 1.
-    --backward: gradients, beside PyTorch's. --decode: one step over a KVCache.
+    --backward: gradients, beside PyTorch's. --decode: one step over a KVCache. --latent: of DeepSeek's latents.
     """
     names = _names(peer, problem.backward)
+    if problem.latent and (problem.backward or problem.decode):
+        raise ArgumentError("--latent: expected neither --backward nor --decode beside it. Leave one of them out.")
     if turns < 1:
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
     check_output(output, ".json")

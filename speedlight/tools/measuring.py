@@ -206,7 +206,11 @@ def measure_plan(
     if refused := find_wrong(call()):
         return {"refused": refused}
     peers = {name: PEERS[name] for name in names}
-    others, notes = usable(peers, Asked.of(p, arrays), lambda got: find_wrong(got, slack=PEER_SLACK))
+    asked = Asked.of(p, arrays)
+    if plan.latent and asked.q.shape[2] == 1:
+        asked = _with_heads_as_rows(asked)
+    shape = (*arrays[0].shape[:3], p.value_dim)
+    others, notes = usable(peers, asked, lambda got: find_wrong(_in_shape(got, shape), slack=PEER_SLACK))
     isa, threads = machine.current_isa(), sl.get_threads()
     kind = roof.kind_of_peak(isa, DTYPES[p.dtype][0])
     programs = Others()
@@ -229,9 +233,25 @@ def _drawn(p: problem.Problem) -> list[np.ndarray]:
     return normal_numbers(p.dtype, q_shape, (*shape, p.head_dim), (*shape, p.value_dim))
 
 
+def _with_heads_as_rows(asked: Asked) -> Asked:
+    """Returns the problem in which query heads that share keys are rows, as others are fastest over latents."""
+    q, heads = asked.q, asked.k.shape[1]
+    rows = q.reshape(q.shape[0], heads, q.shape[1] // heads, q.shape[3])
+    return asked._replace(q=rows)
+
+
+def _in_shape(got: Any, shape: tuple[int, ...]) -> Any:
+    """Returns a result as one array, where it is one whose heads may be rows; gradients stay."""
+    return as_float64(got).reshape(shape) if hasattr(got, "shape") else got
+
+
 def _called(plan: sl.Plan, options: dict[str, Any]) -> tuple[Call, list[np.ndarray]]:
     """Returns the call, forward or backward, and its arrays."""
     q, k, v = arrays = _drawn(plan.problem)
+    if plan.latent:
+        columns = plan.problem.value_dim
+        arrays[2] = np.ascontiguousarray(k[..., :columns])  # others' own
+        return lambda: sl.attention(q, k, None, value_dim=columns, **options), arrays
     if not plan.backward:
         return lambda: sl.attention(q, k, v, **options), arrays
     out, lse = sl.attention(q, k, v, return_lse=True, **options)

@@ -83,7 +83,10 @@ _FILES = "One .safetensors or .npz file with q, k and v; or three .npy files nam
 _LENGTH = 2048  # of a problem of which no more is said
 _QUERIES = f"Queries of a sequence; default {_LENGTH}, or the longest of --lengths."
 _LENGTHS = "Tokens of each sequence of a padded batch: '300,1024,77'."
+_LATENT = "Values in the keys, as MLA has them; default one query, 16 heads over one, dims 576 and 512."
 _DECODE = f"One query of each sequence, over a cache of --k-len tokens (default {_LENGTH}), or of --lengths."
+
+_LATENTS = {"q_heads": 16, "kv_heads": 1, "head_dim": 576, "value_dim": 512}  # DeepSeek-V2-Lite's
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ class ProblemOptions:
     k_len: KLen = None
     batch: Annotated[int | None, _option("--batch", "Sequences; default 1, or as many as --lengths.")] = None
     lengths: Annotated[str | None, _option("--lengths", _LENGTHS)] = None
-    q_heads: QHeads = 8
+    q_heads: Annotated[int | None, _option("--q-heads", "Query heads; default 8.")] = None
     kv_heads: KvHeads = None
-    head_dim: HeadDim = 64
+    head_dim: Annotated[int | None, _option("--head-dim", "Elements of a query and a key; default 64.")] = None
     value_dim: ValueDim = None
     dtype: Dtype = "float32"
     causal: Causal = False
@@ -107,6 +110,7 @@ class ProblemOptions:
     seed: Seed = None
     backward: Annotated[bool, typer.Option("--backward", help="The gradients: attention_backward().")] = False
     decode: Annotated[bool, typer.Option("--decode", help=_DECODE)] = False
+    latent: Annotated[bool, typer.Option("--latent", help=_LATENT)] = False
 
     def options(self) -> dict[str, Any]:
         """Returns the options of attention(), or of KVCache.attend(), in a call of this problem."""
@@ -125,11 +129,13 @@ class ProblemOptions:
             options |= {"k_lengths": options.pop("lengths", None)}
             sizes |= self._check_decoded(max(lengths or [_LENGTH]))
         elif lengths is None and self.q_len is None:
-            sizes["q_len"] = _LENGTH
+            sizes |= {"q_len": 1, "k_len": self.k_len or _LENGTH} if self.latent else {"q_len": _LENGTH}
+        heads: dict[str, int | None] = {name: getattr(self, name) for name in _LATENTS}
+        for name, default in (_LATENTS if self.latent else {"q_heads": 8, "head_dim": 64}).items():
+            heads[name] = default if heads[name] is None else heads[name]
         return sl.plan(
-            **sizes, q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim,
-            dtype=self.dtype, backward=self.backward, **options, **more,
-        )  # fmt: skip
+            **sizes, **heads, latent=self.latent, dtype=self.dtype, backward=self.backward, **options, **more
+        )
 
     def _check_decoded(self, longest: int) -> dict[str, int]:
         """Returns the lengths of one query of each sequence over a cache."""

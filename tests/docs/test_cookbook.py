@@ -52,15 +52,6 @@ def neighbourhood(height, width, size):
     return shown.reshape(height * width, height * width)
 
 
-def tree(prompt, *ancestors):
-    """Of each guess: the prompt, then these guesses."""
-    shown = np.zeros((len(ancestors), prompt + len(ancestors)), bool)
-    for guess, seen in enumerate(ancestors):
-        shown[guess, :prompt] = True
-        shown[guess, [prompt + x for x in seen]] = True
-    return shown
-
-
 def part(names, rows=slice(None), keys=slice(None), items=slice(None)):
     """Some queries, keys and items of the page's arrays."""
     q, k, v = (names[x][items] for x in "qkv")
@@ -85,15 +76,18 @@ def grouped(heads, names):
     return q, k[:, :heads], v[:, :heads]
 
 
-GUESSES = tree(80, [0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5])
+def latents(names):
+    """Keys that all heads share, and values that are their first columns."""
+    q, k, _ = part(names)
+    return q, k[:, :1], k[:, :1, :, :12]
+
+
 IDS = np.repeat([0, 1, 2], [40, 8, 48])
 DOCUMENTS = CAUSAL & (IDS[:, None] == IDS)
 WINDOW = CAUSAL & (ROW - KEY < 24)
 REST = functools.partial(part, rows=slice(80, None))
 FIRST = functools.partial(part, items=slice(1))
 TEXTS = functools.partial(part, rows=slice(40))
-LAST = functools.partial(part, rows=slice(95, None))
-SIX = functools.partial(part, rows=slice(80, 86), keys=slice(86))
 ALIBI = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None] * np.float32(KEY - ROW)
 
 # of each recipe, what its variables hold: which arrays, and options of the reference, or how they follow from the names
@@ -107,9 +101,8 @@ EXPECTED = {
         "out": (functools.partial(grouped, 2), {"mask": CAUSAL}),
         "also": (functools.partial(grouped, 1), {"mask": CAUSAL}),
     },
-    "Two machines": {"out": (LAST, {})},
+    "Latent attention": {"out": (latents, {"mask": CAUSAL}), "same": "out"},
     "Reproducible results": {"out": (part, {"mask": CAUSAL, "dropout": 0.1, "seed": 7}), "same": "out"},
-    "In a notebook": {"out": (part, {"mask": WINDOW})},
     "Sliding window": {"out": (part, {"mask": WINDOW}), "same": "out"},
     "Packing": {"out": (FIRST, {"mask": DOCUMENTS}), "also": (part, {"mask": DOCUMENTS})},
     "Padding on the right": {"out": (part, {"mask": CAUSAL & (np.maximum(ROW, KEY) < np.where(ITEM, 60, 96))})},
@@ -136,14 +129,13 @@ EXPECTED = {
     "NATTEN": {"out": (part, {"mask": neighbourhood(8, 12, 5)})},
     "Save and load": {"out": (REST, {"mask": CAUSAL[80:]})},
     "Beam search": {"out": (beams, {})},
-    "Tree decoding": {"out": (SIX, {"mask": GUESSES})},
     "Sharding by merge": {"out": (part, {})},
     "Gradients without PyTorch": {"out": (part, {"mask": CAUSAL, "score": ALIBI})},
 }  # fmt: skip
 
 
 # recipes with a test of their own, below
-APART = ("Accuracy of int8 and float8", "Continuous batching", "Generate with our cache", "nanoGPT")
+APART = ("Accuracy of int8 and float8", "Continuous batching", "Generate with our cache")
 
 
 def run(title):
@@ -191,18 +183,6 @@ def test_continuous_batching():
     assert names["pool"].free_pages == 32 - 2 - 2 and names["b"].length() == 22
 
 
-def test_nanogpt_trains_as_with_pytorch():
-    """The same losses step by step, and every call is taken."""
-    speedlight.torch.report(reset=True)
-    ours = run("nanoGPT")["losses"]
-    assert "taken  5  scaled_dot_product_attention" in str(speedlight.torch.report(reset=True))
-    recipe = next(x for x in RECIPES if x.startswith("nanoGPT\n"))
-    names: dict = {}
-    exec(CODE.findall(recipe)[0].replace("speedlight.torch.sdpa()", "speedlight.torch.sdpa(False)"), names)
-    np.testing.assert_allclose(ours, names["losses"], rtol=1e-4)
-    assert ours[-1] < ours[0] - 0.1
-
-
 def test_generate_gives_the_tokens_of_pytorch():
     names = run("Generate with our cache")
     assert names["cache"].get_seq_length() == 27  # the last token needs no step
@@ -222,10 +202,6 @@ def test_accuracy_of_codes_is_what_the_recipe_prints(capsys):
         k, v = (codes * scales for codes, scales in (reference.quantise(names[x], dtype) for x in "kv"))
         off = reference.attention(names["q"], k, v, mask=CAUSAL) - exact
         assert abs(error - np.sqrt((off**2).mean() / (exact**2).mean())) < 1e-5
-
-
-def test_what_a_tree_keeps_is_the_path_that_was_right():
-    assert run("Tree decoding")["cache"].lengths(0) == (82, 82)
 
 
 def test_t5_bias_trains():

@@ -18,6 +18,7 @@ import pytest
 from conftest import FULL, ROOT
 
 import speedlight as sl
+import speedlight.torch
 from speedlight.errors import how_to_install
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
@@ -127,6 +128,7 @@ def test_the_tutorial_says_what_it_prints(tmp_path, monkeypatch, capsys):
         (printed,) = run_alone([code], tmp_path)
     else:
         monkeypatch.chdir(tmp_path)
+        speedlight.torch.report(reset=True)  # what other tests had taken
         exec(code, {"__name__": "__main__"})
         printed = capsys.readouterr().out
     assert_prints(printed, told)
@@ -144,7 +146,14 @@ def test_what_is_printed_is_compared(printed, told, good):
 
 @pytest.mark.parametrize(
     ("page", "made"),
-    [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths"), ("index", "q"), ("distributed", "whole")],
+    [
+        ("torch", "layer"),
+        ("coming-from", "seq_lens"),
+        ("caches", "lengths"),
+        ("index", "q"),
+        ("mla", "rotary"),
+        ("distributed", "whole"),
+    ],
 )
 def test_examples_of_pages(page, made, capsys):
     names: dict = {}

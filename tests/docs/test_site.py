@@ -75,6 +75,7 @@ WORDS = {
     "GQA": "faq", "MQA": "faq", "grouped-query": "how-it-works", "KV cache": "tutorial", "PagedAttention": "faq",
     "quantization": "faq", "reproducible": "faq", "FlashAttention": "how-it-works", "xformers": "faq",
     "nanoGPT": "faq", "Jupyter": "faq", "attention mask": "faq", "RoPE": "tutorial", "AMX": "faq", "ragged": "cookbook",
+    "DeepSeek": "mla", "Kimi": "mla", "MLA": "mla", "latent": "mla", "FlashMLA": "coming-from",
 }  # fmt: skip
 
 

@@ -44,13 +44,15 @@ PROBLEMS = {
     "padded gradients": "--lengths 20,48 --backward --mask 'window(5, 9)' --kv-heads 2",
     "decode": "--decode --k-len 70 --kv-heads 1 --causal --dtype float16",
     "padded decode": "--decode --lengths 70,3 --window 9,0",
+    "latents": "--latent --k-len 70 --value-dim 12",
+    "latents, more queries": "--latent --q-len 48 --value-dim 12 --causal",
 }
 
 
 @pytest.mark.parametrize("words", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_peer_computes_the_same(here, words):  # noqa: F811
     """Else it would be left out, and a note would say so."""
-    size = [] if "--decode" in words or "--lengths" in words else ["--q-len", 48]
+    size = [] if any(x in words for x in ("--decode", "--lengths", "--latent")) else ["--q-len", 48]
     done = here("bench", *size, "--head-dim", 16, "--q-heads", 4, "--turns", 1, "--peer", "torch", "--json",
                 *shlex.split(words))  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ SIZES = ("q_len", "k_len", "batch", "q_heads", "kv_heads", "head_dim", "value_di
 
 def test_options_are_called_as_arguments_are():
     listed = {x.name for x in dataclasses.fields(options.ProblemOptions)}
-    assert set(SIZES) | {"dropout", "seed", "mask", "score", "backward", "lengths", "decode"} == listed
+    assert set(SIZES) | {"dropout", "seed", "mask", "score", "backward", "lengths", "decode", "latent"} == listed
     for command in ("plan", "show", "bench"):
         own, plans = COMMANDS[command], COMMANDS["plan"]
         assert {*listed, "isa"} <= set(own) and all(own[name].help == plans[name].help for name in listed)

@@ -57,7 +57,7 @@ def test_every_length(isa, one_width, rng, dtype):
     """Around the panel, the tile and the span: numbers inside the bound, the bits of copies, wherever parts lie."""
     for n, q_len in enumerate(Q_LENGTHS):
         for m, k_len in enumerate(K_LENGTHS):
-            if not FULL and (n + m) % 3:
+            if not FULL and (2 * n + m) % 5:
                 continue
             p = draw_latents(rng, dtype, q_len, k_len, causal=bool((n + m) % 2))
             assert_accurate(*p.arrays, zeros_allowed=True, **p.options)
@@ -82,7 +82,7 @@ def test_every_option(isa, one_width, rng, dtype, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_layout(isa, one_width, rng, dtype, layout):
     """Packed sequences and padded batches, too."""
-    for q_len, k_len in ((1, 300), (16, 129), (64, 1025)):
+    for n, (q_len, k_len) in enumerate(((1, 300), (16, 129), (64, 1025))):
         options: dict[str, Any] = {"causal": True}
         if layout == "lhd" and q_len > 1:
             options |= {"cu_seqlens_q": [0, 5, 5, q_len], "cu_seqlens_k": [0, 40, 70, k_len]}
@@ -91,7 +91,7 @@ def test_every_layout(isa, one_width, rng, dtype, layout):
             sizes = {"k_lengths": rng.integers(q_len, k_len, p.q.shape[0]), "q_lengths": [q_len] * p.q.shape[0]}
             p.options.update({n: [int(x) for x in y] for n, y in sizes.items()})
         assert_accurate(*p.arrays, **p.options)
-        assert_same_bits(p, rng)
+        assert_same_bits(p, rng, PLACES if FULL else PLACES[n::3])
 
 
 @pytest.mark.units
