@@ -166,25 +166,18 @@ MUTATIONS = (
         "tests/adapters/torch/test_torch_steps.py -k without_tokens",
     ),
     Mutation(
-        "machine code writes over what a ring promises",
-        "cpu/kernels/repeat.py",
-        " & (new <= most_new)",
-        "",
-        "tests/adapters/torch/test_torch_steps.py -k ring_promised",
-    ),
-    Mutation(
         "a team's address is kept though another number of threads is to run",
         "cpu/runtime/workers.py",
         "if threads <= most and ours is _ours and",
         "if most and ours is _ours and",
-        "tests/robustness/test_workers.py tests/robustness/test_threads.py tests/robustness/test_forks.py",
+        "tests/robustness/test_threads.py -k for_more_threads",
     ),
     Mutation(
         "a forked child runs on its parent's threads",
         "cpu/runtime/workers.py",
         "if threads <= most and ours is _ours and",
         "if threads <= most and",
-        "tests/robustness/test_forks.py",
+        "tests/robustness/test_forks.py -k threads_of_its_own",
     ),
     Mutation(
         "heads are grouped though PyTorch was not asked for it",
@@ -294,8 +287,8 @@ MUTATIONS = (
     Mutation(
         "a step that was prepared fills a cache past its capacity",
         "cpu/engine/storage.py",
-        "min(self.capacity, tokens - 1), self.most_new",
-        "min(self.capacity + 1, tokens - 1), self.most_new",
+        "self.most = min(self.capacity, tokens - 1)",
+        "self.most = min(self.capacity + 1, tokens - 1)",
         "tests/adapters/torch/test_torch_steps.py -k full_cache",
     ),
     Mutation(

@@ -74,7 +74,7 @@ def get_threads() -> int:
         wanted = asked or _threads_named(setting("SPEEDLIGHT_THREADS"))
         count = min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
         known = _in_use.known = _Known(now + 1.0, asked, count)
-    return known.count
+    return known.threads
 
 
 def machine() -> tuple[int, str]:
@@ -94,7 +94,7 @@ class _Known(NamedTuple):
 
     until: float = 0.0
     asked: int | None = None
-    count: int = 1
+    threads: int = 1
     named: Any = ...
     machine: tuple[int, str] = (1, "")
 
