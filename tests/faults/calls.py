@@ -213,8 +213,8 @@ MUTATIONS = (
     Mutation(
         "a call into the caller's own array is known without what that is",
         "calls/dense.py",
-        "cpu.machine(), into))",
-        "cpu.machine(), into and ()))",
+        "machine, into))",
+        "machine, into and ()))",
         "tests/arguments/test_memos.py -k 'differ_in_one_thing and out'",
     ),
     Mutation(

@@ -256,6 +256,27 @@ if not getattr(workers._calling, "clock", 0): sys.exit("no new team")
 """
 
 
+TEAMS = """from speedlight.cpu.memory.records import TEAM
+sl.set_threads(2)
+def team():
+    address = workers.team_address(2)
+    words = (ctypes.c_int64 * len(TEAM.names)).from_address(address) if address else None
+    return words and words[TEAM.word("threads")], workers._ours and workers._ours.addresses()[1]
+for turn in range(2):
+    told, own = team()
+    if told != own: sys.exit(f"threads {told}, expected {own}")
+if os.fork() == 0:
+    told, own = team()
+    os._exit(told != own)
+if os.wait()[1]: sys.exit("a child runs on its parent's threads")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_childs_calls_run_on_threads_of_its_own():
+    run("import ctypes, os, sys\n" + BIG + TEAMS)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_team_that_a_fork_has_ended_is_forgotten():
     """Machine code repeats calls on the team that it knows, and regions count on as many threads."""

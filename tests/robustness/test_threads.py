@@ -166,10 +166,20 @@ def test_openmp_while_its_team_is_awake(rng, monkeypatch):
     assert team not in (0, caller) and time.clock_gettime(team) >= 0
     for clock, is_ours in ((caller, 0), (0, 1), (team, 1)):  # that of somebody awake, of nobody, of somebody asleep
         monkeypatch.setattr(workers, "_team_of", lambda *_, clock=clock: (openmp.parallel, clock))
+        vars(workers._calling).pop("team", None)  # it is asked anew
         time.sleep(0.1 if clock == team else 0)
         before = used._word("state").value
         assert sl.attention(q, q, q).tobytes() == want
         assert used._word("state").value == before + is_ours
+
+
+def test_a_team_is_asked_for_anew_for_more_threads(monkeypatch):
+    """More of an OpenMP team are tried first: its runtime ends the process where they cannot start."""
+    asked, team_of = [], workers._team_of
+    monkeypatch.setattr(workers, "_team_of", lambda ours, n: (asked.append(n), team_of(ours, n))[1])
+    vars(workers._calling).pop("team", None)
+    found = [workers.team_address(n) for n in (2, 2, 1, 3, 3, 2)]
+    assert asked == [2, 3] and len({*found}) == 1 and found[0]
 
 
 @two_cpus

@@ -49,7 +49,7 @@ def reading_by(read: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(read: Callable[..., Any], repeat: Callable[..., Any]) -> Iterator[None]:
-    homes = repeating.functions(), engines.cpu()
+    homes: tuple[Any, ...] = repeating.functions(), engines.cpu()
     before = [(x.read, x.repeat) for x in homes]
     for x in homes:
         x.read, x.repeat = read, repeat

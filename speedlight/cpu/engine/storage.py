@@ -209,7 +209,7 @@ class CacheStorage(BlockStorage):
     def _large_from(self, tokens: int) -> None:
         """Sets from how many tokens on large pages are asked for, and what a repeated step may reach before."""
         self.large_from = tokens
-        self.limits = min(self.capacity, tokens - 1), self.most_new
+        self.most = min(self.capacity, tokens - 1)
 
     def repeat_step(
         self, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: bool, lengths: list[int]
@@ -231,7 +231,7 @@ class CacheStorage(BlockStorage):
         if return_lse:
             read = functions().read(0, *arrays)
         else:
-            read = functions().repeat("step", of_options, now, place, seed, store, lengths, self.limits, 0, *arrays)
+            read = functions().repeat("step", of_options, now, place, seed, store, lengths, self.most, 0, *arrays)
         if read is None:
             return None
         layout, places = read
@@ -240,9 +240,8 @@ class CacheStorage(BlockStorage):
         step = prepared_calls.get(new_key(("step", of_options, layout, now, place)))
         if step is None:
             return None
-        most, most_new = self.limits
         totals = [n + step.new for n in lengths]
-        if step.new > most_new or max(totals) > most or not step.fits(totals):
+        if step.new > self.most_new or max(totals) > self.most or not step.fits(totals):
             return None
         if step.call is None:
             step.store(places, lengths, store)

@@ -61,7 +61,7 @@ _OF_NUMPY, _TENSOR = 1, 2  # what an array is
 _LINE = 64  # bytes of a cache line
 _EQUAL = 2  # CPython's Py_EQ
 # the arguments of `repeat`, before the arrays; the last is read()'s own
-_REPEATED = ("call", "options", "machine", "place", "seed", "store", "lengths", "limits", "rows")
+_REPEATED = ("call", "options", "machine", "place", "seed", "store", "lengths", "most", "rows")
 KEY_PARTS = len(_REPEATED) - 1  # arguments of `repeat` before those of `read`
 
 # CPython's documented functions that are called
@@ -840,8 +840,8 @@ def _write_repeat(module: Module, symbol: str, look: Any, run: Any) -> None:
     """repeat(call, options, machine, place, seed, store, lengths, limits, rows, q, k, v, …): the result of a call.
 
     call, options, machine, place: of its CallKey. store: addresses of a cache's keys and values, or None. lengths: of
-    its sequences so far, or None; then the result is a pair with the lengths afterwards. limits: the greatest length,
-    and the most new tokens. rows, and the arrays: read()'s arguments. seed: of dropout.
+    its sequences so far, or None; then the result is a pair with the lengths afterwards. most: the greatest length, or
+    None. rows, and the arrays: read()'s arguments. seed: of dropout.
 
     Where no such call is prepared, or machine code does not run it, read()'s answer is returned.
     """
@@ -886,7 +886,7 @@ def _write_repetition(
         grows = method.is_none(of["lengths"]).equals(0)
         totals = k.variable(k.i64(0))
         with k.when(grows):
-            grown = k.call(grow, method.held, call, of["lengths"], of["limits"])
+            grown = k.call(grow, method.held, call, of["lengths"], of["most"])
             method.leave_if_null(grown, *held)
             totals.set(Value(k, k.b.ptrtoint(grown.x, I64)))
         after = k.pointer(totals.get())
@@ -944,17 +944,14 @@ def _find_function(module: Module) -> Any:
 
 
 def _grow_function(module: Module) -> Any:
-    """grow(held, call, lengths, limits): a list of the lengths with new tokens, as Prepared.fits() takes them.
+    """grow(held, call, lengths, most): a list of the lengths with new tokens, as Prepared.fits() takes them.
 
     Returns None where the call is not for these; null where Python raised.
     """
-    k = module.function("grow", dict.fromkeys(("held", "call", "lengths", "limits"), PTR), PTR, special=True)
+    k = module.function("grow", dict.fromkeys(("held", "call", "lengths", "most"), PTR), PTR, special=True)
     caller = _Caller(k, k.p["held"])
     new, spans = (k.load(I64, k.p["call"], REPEAT.offset(name)) for name in ("new", "spans"))
-    most, most_new = (
-        caller.call("PyLong_AsLongLong", I64, caller.call("PyTuple_GetItem", PTR, k.p["limits"], k.i64(n)))
-        for n in range(2)
-    )
+    most = caller.call("PyLong_AsLongLong", I64, k.p["most"])
     count = caller.call("PyList_Size", I64, k.p["lengths"])
     totals = caller.call("PyList_New", PTR, count)
     caller.leave_if_null(totals)
@@ -967,7 +964,7 @@ def _grow_function(module: Module) -> Any:
         caller.leave_if_null(number, totals)
         caller.call("PyList_SetItem", I32, totals, i, number)
     is_of_spans = (longest.get() > (spans >> 1) * SPAN) & (longest.get() <= spans * SPAN)
-    fits = (shortest.get() > 0) & is_of_spans & (longest.get() <= most) & (new <= most_new)
+    fits = (shortest.get() > 0) & is_of_spans & (longest.get() <= most)
     with k.when(fits.equals(0)):
         caller.drop(totals)
         k.b.ret(caller.none().x)

@@ -84,6 +84,16 @@ def test_calls_that_attention_has_prepared_are_taken_by_pytorch_s_rules(name, mo
             assert _found(lambda: F.scaled_dot_product_attention(q, k, v, **theirs)) == want
 
 
+def test_heads_are_grouped_where_that_is_asked_for():
+    """Each time, whatever was repeated before."""
+    q, k = drawn(1, 4, 8, 8), drawn(1, 2, 8, 8)
+    with sdpa(), torch.no_grad():
+        want = _found(lambda: F.scaled_dot_product_attention(q, k, k))
+        for _ in range(4):
+            F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+        assert _found(lambda: F.scaled_dot_product_attention(q, k, k)) == want
+
+
 def test_every_option_of_a_call_arrives():
     q, k = drawn(2, 6, 8, 8), drawn(2, 3, 9, 8)
     mask = drawn(8, 9)
