@@ -205,10 +205,12 @@ def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, boo
         return apart or problem.head_dim % (elements * together) != 0, True
     paired = elements > 1
     direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
-    keys = not direct or strides.strided_keys or problem.head_dim % elements != 0
+    keys = strides.is_cached or not direct or strides.strided_keys or problem.head_dim % elements != 0
     values = not direct or strides.strided_values or (not strides.is_cached and paired)
-    together = strides.is_paged and (keys or strides.in_parts)  # staged, or read where they lie
-    return keys or together, values or together
+    if strides.is_paged and not strides.is_cached:  # staged, or read where they lie
+        apart = keys or strides.in_parts
+        return apart, values or apart
+    return keys, values
 
 
 def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:
