@@ -101,10 +101,8 @@ def attention_backward(
     """
     given = Options.of(attention_backward, options)
     if v is None or value_dim is not None or isinstance(k, (tuple, list)):
-        pair, values = latents.resolve(k, v, value_dim)
-        found = attention_backward(
-            q, latents.join(pair), values, out, lse, d_out, d_lse, grads=grads, engine=engine, **options
-        )
+        keys, values = latents.resolve_joined(k, v, value_dim)
+        found = attention_backward(q, keys, values, out, lse, d_out, d_lse, grads=grads, engine=engine, **options)
         return latents.fold_gradients(found, k, v)
     return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given, engines.runs_on_gpu(q, engine))
 

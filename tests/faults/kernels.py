@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "keys past the end of the tile are read",
         "cpu/products/outer.py",
-        'rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]',
-        'rows = [k.at(p["keys"], (j + m) * p["key_row"]) for m in range(s.rows)]',
+        "rows = [key_row(k, s, k.min(j + m, last)) for m in range(s.rows)]",
+        "rows = [key_row(k, s, j + m) for m in range(s.rows)]",
         "tests/robustness/test_memory.py -k test_guard_pages",
     ),
     Mutation(
