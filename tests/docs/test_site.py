@@ -72,7 +72,8 @@ def test_every_page_is_in_the_nav_once():
 
 # what people look for, and a page that the search must find by it
 WORDS = {
-    "GQA": "cookbook", "MQA": "cookbook", "grouped-query": "how-it-works", "KV cache": "tutorial", "PagedAttention": "faq",
+    "GQA": "cookbook", "MQA": "cookbook", "grouped-query": "how-it-works", "KV cache": "tutorial",
+    "PagedAttention": "faq",
     "quantization": "faq", "reproducible": "faq", "FlashAttention": "how-it-works", "xformers": "faq",
     "nanoGPT": "faq", "Jupyter": "faq", "attention mask": "faq", "RoPE": "tutorial", "AMX": "faq", "ragged": "cookbook",
     "DeepSeek": "mla", "Kimi": "mla", "MLA": "mla", "latent": "mla", "FlashMLA": "coming-from",

@@ -69,6 +69,7 @@ def _forward_seconds(problem: Problem, how: Schedule) -> np.ndarray:
                 keys = np.clip(start - problem.k_start + (ends - 1) // problem.group + 1, 0, k_len)
             blocks = np.add.reduceat(keys, np.arange(0, len(ends), how.panels))
             blocks = np.repeat(blocks[::-1] if problem.causal else blocks, heads)
+            blocks = np.outer(blocks, _shares(k_len, how.parts)).ravel()
             found.append(np.tile(blocks, problem.kv_heads // heads) * each)
     return np.concatenate(found)
 
@@ -79,9 +80,14 @@ def _decode_seconds(problem: Problem, how: Schedule) -> np.ndarray:
     each, found = token_bytes(problem) / max(1, tasks) / how.tuning.threading.read_bytes, [np.zeros(0)]
     for q_len, k_len in zip(problem.q_lengths, problem.k_lengths, strict=True):
         if q_len:
-            edges = -(-k_len // SPAN) * np.arange(how.parts + 1) // how.parts * SPAN
-            found.append(np.tile(np.diff(np.minimum(edges, k_len)) * each, tasks))
+            found.append(np.tile(_shares(k_len, how.parts) * k_len * each, tasks))
     return np.concatenate(found)
+
+
+def _shares(keys: int, parts: int) -> np.ndarray:
+    """Returns which part of a sequence's keys each of the tasks takes that share its spans."""
+    edges = -(-keys // SPAN) * np.arange(parts + 1) // parts * SPAN
+    return np.diff(np.minimum(edges, keys)) / max(keys, 1)
 
 
 def makespan(load: Load, threads: int, longest: float, *, asleep: bool) -> float:
