@@ -75,7 +75,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns names by verdict, as docs/transformers.md has them."""
+    """Returns names by verdict, as docs/benchmarks.md has them."""
     lines = [f"Of {len(rows)} architectures:", "", "| | | |", "|---|---|---|"]
     for told, verdicts in _TOLD.items():
         found = [row for row in rows if row["verdict"] in verdicts]

@@ -137,6 +137,7 @@ def attention(
             log-sum-exp is of all weights.
         seed: key of dropout's random numbers, an int of 64 bits. Seed, batch item, query head and both positions decide
             which weights are dropped, on every device. sl.reference.keep_mask() shows which stay.
+        value_dim: with v=None, how many of k's first columns are the values. Default, of a pair, all of the latent's.
 
     Returns:
         The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).

@@ -127,9 +127,17 @@ def join(k: Any) -> Any:
     """Returns keys in one array: of a pair a copy."""
     if not isinstance(k, (tuple, list)):
         return k
-    if any(map(is_tensor, k)):
-        return sys.modules["torch"].cat(tuple(k), -1)
-    return np.concatenate([np.asarray(x) for x in k], -1)
+    parts = tuple(k)[:2]  # a KeyPair has a third word
+    if any(map(is_tensor, parts)):
+        return sys.modules["torch"].cat(parts, -1)
+    return np.concatenate([np.asarray(x) for x in parts], -1)
+
+
+def join_pair(k: Any) -> Any:
+    """Returns keys in one array, for a call without values: of a pair a copy, if its parts go together."""
+    if isinstance(k, (tuple, list)):
+        _check_pair(k, "k")
+    return join(k)
 
 
 def _check_pair(k: Any, name: str) -> None:

@@ -74,6 +74,12 @@ def append_paged(
     check_layout(ours := our_layout(layout))
     if ours == "hld":
         raise ArgumentError("layout: expected 'bhld', 'blhd' or 'lhd', which say whose tokens they are; got 'hld'.")
+    for name, x in (("k_pages", k_pages), ("k", k)):
+        if isinstance(x, (tuple, list)) and len(x) == 2 and all([hasattr(part, "shape") for part in x]):
+            raise ArgumentTypeError(
+                f"{name}: expected an array; got a {type(x).__name__} of two. Latents and rotary parts in two arrays "
+                "are k_pages and v_pages, of new tokens k and v."
+            )
     named: list[tuple[str, Any]] = [("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)]
     if v_pages is None:
         named = _split_latents(k_pages, k, v)

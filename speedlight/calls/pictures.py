@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.latents import join_pair
 from ..errors import ArgumentError, ArgumentTypeError, how_to_install, shown
 from ..host.notebooks import TILE_COLOURS
 from ..problem.checks import integer
@@ -69,7 +70,7 @@ def view(
         where = None if span is None else (integer("span", span[0]), integer("span", span[1]))
         options = {"causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
         of = integer("item", item)
-        return draw_weights(mask_or_q, k, heads, of, where, labels, lambda _: options, title=title)[0]
+        return draw_weights(mask_or_q, join_pair(k), heads, of, where, labels, lambda _: options, title=title)[0]
     plan = mask_or_q
     if plan is None:
         raise ArgumentError("mask_or_q: expected a mask, a Plan, or q beside k; got None.")

@@ -106,8 +106,8 @@ def plan(
     layout = given.layout
     if k is not None and (v is None or isinstance(k, (tuple, list))):
         latent = latent or v is None
-        k, v = latents.resolve(k, v, value_dim)
-        k, value_dim = latents.join(k), None
+        k, v = latents.resolve_joined(k, v, value_dim)
+        value_dim = None
     sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
     if q is not None or k is not None or v is not None:
         for name, x in zip(Sizes._fields, sizes, strict=True):

@@ -85,6 +85,8 @@ _OPTIONS = {
     "dtype softmax_dtype precision_dtype": "nothing: convert q, k and v; softmax is computed in float32 or float64",
     "device": "engine='cpu' or 'cuda', or nothing: it is where q lies",
     "head_dim_v kv_lora_rank latent": "value_dim=, beside None for the values: the first columns of keys",
+    "ckv kpe k_pe compressed_kv": "k=(latent, rotary), beside v=None",
+    "q_nope q_pe qk_rope_head_dim": "q= of both parts joined, the first multiplied by W_UK",
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
     "kv_cache_dtype is_fp8_kvcache k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales "
@@ -105,6 +107,8 @@ _SIZES = {
     _HEADS: "kv_heads=",
     "head_size headdim dim d": "head_dim=",
     "headdim_v": "value_dim=",
+    "kv_lora_rank": "value_dim=, the columns of a latent, and head_dim= with its rotary part's",
+    "qk_rope_head_dim": "head_dim=, the columns of a latent and of its rotary part",
 }
 _PLAN = {
     _BATCH: "batch=",

@@ -66,7 +66,7 @@ class KVCache:
             lengths, and synchronize() brings the host's up to date.
         latent: True where values are the first value_dim columns of keys (multi-head latent attention, MLA), which are
             stored once. append() and attend() then take a latent as k and its rotary part as v, or a key with both as k
-            alone. Codes of latents are stored and given back, and have one scale for both parts; attend() refuses them.
+            alone. Codes of latents have one scale for both parts.
 
     >>> import numpy as np, speedlight as sl
     >>> cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=4, capacity=8)
@@ -103,7 +103,7 @@ class KVCache:
         self.dtype: DtypeName = cache_dtype(dtype)
         self._ring = ring_of(self.window, self.keep_first)
         room = None if window else self.capacity
-        self.latent = check_latent(latent, self.head_dim, self.value_dim)
+        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim)
         dims = self.head_dim, self.value_dim
         shape = TokenShape(self.layers, self.kv_heads, *dims, self.dtype, room, self.latent)
         self._storage = engine.cache_storage(shape, self.batch, self.capacity, self._ring, device)

@@ -88,6 +88,8 @@ def _turned(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], 
 def _remade(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], stored: TokenShape) -> str:
     """Returns a sentence for who gives tokens of other sizes than those that a cache or pool was made for."""
     if len(shape) == 3 and len(expected) == 4:
+        if stored.kv_heads == 1 and shape[0] == expected[0]:
+            return f" Of one head it is {name}[:, None], and so the others."
         return f" Of one sequence it is {name}[None], and so the others."
     if len(shape) != len(expected):
         return ""
@@ -95,7 +97,7 @@ def _remade(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], 
     if len(expected) == 3:
         sizes = ("total new", *sizes[1::2])
     others = [f"{word}={n}" for word, n, one in zip(sizes, shape, expected, strict=True) if one not in (n, word)]
-    latent = name == "k" and shape[-1] == stored.value_dim < stored.head_dim
+    latent = name == "k" and not stored.latent and shape[-1] == stored.value_dim < stored.head_dim
     instead = ", or with latent=True if these are latents whose rotary parts are v" * latent
     return f" Make it with {' and '.join(others)}{instead}."
 

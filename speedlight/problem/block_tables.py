@@ -31,7 +31,9 @@ def check_pages(k: Array, v: Array) -> None:
 
 
 def _of_both(shape: tuple[int, ...]) -> str:
-    """A sentence for who has keys and values in one array, as vLLM and FlashInfer keep them."""
+    """Returns a sentence for who has no dimension of heads, or keys and values in one, as vLLM and FlashInfer do."""
+    if len(shape) == 3:
+        return " Of one head it is k_pages[:, :, None]."
     if len(shape) != 5 or 2 not in shape[:2]:
         return ""
     key, value = (f"kv_cache[{':, ' * shape.index(2)}{i}]" for i in range(2))

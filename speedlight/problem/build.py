@@ -107,10 +107,10 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     kv_heads, k_len, k_dim = k.shape[axes[-3]], k.shape[axes[-2]], k.columns
     if k_dim != head_dim:
         shapes = f"shape {k.shape}" if k.rest is None else f"shapes {k.shape} and {k.rest.shape}"
-        raise ArgumentError(
-            f"k: expected head_dim {head_dim}, as q has; got {k_dim} ({shapes}, {AXES[layout]})."
-            f"{of_head_dim(head_dim, k_len, layout)}"
-        )
+        way = of_head_dim(head_dim, k_len, layout)
+        if k.rest is not None:
+            way = " Multiply q's part without positions by W_UK, which gives it the latent's columns."
+        raise ArgumentError(f"k: expected head_dim {head_dim}, as q has; got {k_dim} ({shapes}, {AXES[layout]}).{way}")
     if head_dim < 1:
         raise ArgumentError(f"q: expected head_dim of at least 1; got shape {q.shape}.")
     v_heads, v_len, value_dim = (v.shape[a] for a in axes[-3:])

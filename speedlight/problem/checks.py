@@ -362,9 +362,14 @@ def cache_sizes(
     return tuple(sizes)  # type: ignore[return-value]
 
 
-def check_latent(latent: Any, head_dim: int, value_dim: int) -> bool:
-    """Returns whether values are the first columns of keys; raises unless a key has so many."""
+def check_latent(latent: Any, head_dim: int, value_dim: int, given: Any) -> bool:
+    """Returns whether values are the first columns of keys; raises unless a key has so many, as was `given`."""
     check_flag("latent", latent)
+    if latent and given is None:
+        raise ArgumentError(
+            f"value_dim: expected the columns of a latent beside latent=True; got None. Of 512 and 64 they are "
+            f"head_dim=576, value_dim=512; value_dim=head_dim={head_dim} has no rotary part."
+        )
     if latent and value_dim > head_dim:
         raise ArgumentError(
             f"value_dim: expected at most head_dim={head_dim}, as values are the first columns of keys (latent=True); "

@@ -348,6 +348,7 @@ def weights(q: Any, k: Any, **options: Unpack[AllOptions]) -> np.ndarray:
     >>> sl.reference.weights(x, x, causal=True)[0, 0].tolist()
     [[1.0, 0.0], [0.5, 0.5]]
     """
+    k = latents.join_pair(k)
     case = _case(weights, q, k, k, options)
     out = np.zeros((*case.q.shape[:-1], case.k.shape[-2]))
     with np.errstate(all="ignore"):

@@ -209,7 +209,7 @@ def _find_obstacle(layer: Any, latent: torch.Tensor, rotary: torch.Tensor, expan
     """Returns why a layer's latents are expanded by transformers, if they are."""
     linear = layer.kv_b_proj
     if type(linear) is not torch.nn.Linear:
-        return f"kv_b_proj is a {type(linear).__name__}"
+        return f"kv_b_proj is a {type(linear).__module__}.{type(linear).__qualname__}"
     weight = linear.weight
     if type(weight) not in (torch.nn.Parameter, torch.Tensor):
         return f"kv_b_proj's weight is a {type(weight).__name__}"
