@@ -42,6 +42,8 @@ def resolve(k: Any, v: Any, value_dim: Any, names: tuple[str, str] = ("k", "v"))
         value_dim: how many columns v has, where it is None; by default, of a pair, all of the latent's.
         names: of k and v in messages.
     """
+    if type(k) is KeyPair:
+        return k, None
     is_pair = isinstance(k, (tuple, list))
     if is_pair:
         _check_pair(k, names[0])
@@ -55,8 +57,8 @@ def resolve(k: Any, v: Any, value_dim: Any, names: tuple[str, str] = ("k", "v"))
     latent = k[0] if is_pair else k
     if value_dim is None and not is_pair:
         raise ArgumentTypeError(
-            f"{names[1]}: expected an array; got None. Where values are the first columns of {names[0]}, give "
-            "value_dim=."
+            f"{names[1]}: expected a NumPy array or a PyTorch tensor; got NoneType. Where values are the first columns "
+            f"of {names[0]}, give value_dim=."
         )
     if not getattr(latent, "shape", ()) or not hasattr(latent, "__getitem__"):
         raise ArgumentTypeError(
@@ -144,7 +146,8 @@ def _check_pair(k: Any, name: str) -> None:
     """Raises unless keys are two arrays of the same tokens and dtype."""
     if len(k) != 2:
         raise ArgumentTypeError(
-            f"{name}: expected an array, or a pair (latent, rotary) of arrays; got a {type(k).__name__} of {len(k)}."
+            f"{name}: expected a NumPy array, a PyTorch tensor, or a pair (latent, rotary) of them; got "
+            f"{type(k).__name__} of {len(k)}. Try numpy.asarray({name}, dtype='float32')."
         )
     latent, rotary = k
     for n, x in enumerate(k):

@@ -210,7 +210,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Computes a call, and counts it; None, with the reason counted, where it is left to PyTorch."""
-    if not dropout_p and query.dim() == 4 and is_plain():
+    if not dropout_p and query.dim() == 4 and is_plain() and not torch.compiler.is_dynamo_compiling():
         if attn_mask is scale is None:
             options = TOP_LEFT if is_causal else PLAIN
         else:

@@ -34,13 +34,13 @@ WRONG: list[tuple[Any, Any, dict[str, Any], str]] = [
     (K, None, {"value_dim": 1.5}, "value_dim: expected an int; got float"),
     (K, None, {"value_dim": True}, "value_dim: expected an int; got bool"),
     ((LATENT, ROTARY), None, {"value_dim": 17}, r"value_dim: expected 1 to 16, the last dimension of k\[0\]; got 17"),
-    (K, None, {}, "v: expected an array; got None. Where values are the first columns of k, give value_dim="),
+    (K, None, {}, "v: expected a NumPy array.* got NoneType. Where values are the first columns of k, give value_dim="),
     (K, K, {"value_dim": 3}, "value_dim: expected None beside v, whose last dimension it is; got 3. Leave one"),
     ((LATENT, ROTARY), LATENT, {"value_dim": 3}, "value_dim: expected None beside v"),
     (None, None, {"value_dim": 3}, "k: expected an array of NumPy or PyTorch, whose first columns v is; got NoneType"),
     (Exporter(), None, {"value_dim": 3}, "k: expected an array of NumPy or PyTorch.*Convert it, or give v"),
-    ((LATENT, ROTARY, ROTARY), None, {}, r"k: expected an array, or a pair \(latent, rotary\).*got a tuple of 3"),
-    ([LATENT], LATENT, {}, "k: expected an array, or a pair.*got a list of 1"),
+    ((LATENT, ROTARY, ROTARY), None, {}, r"k: expected a NumPy array.* or a pair \(latent, rotary\).*got tuple of 3"),
+    ([LATENT], LATENT, {}, "k: expected a NumPy array.*or a pair.*got list of 1"),
     ((LATENT, [1.0]), None, {}, r"k: expected an array, or a pair.*got list as k\[1\]"),
     ((LATENT, Exporter()), None, {}, r"got Exporter as k\[1\]"),
     ((LATENT, np.ma.masked_array(ROTARY)), None, {}, r"got MaskedArray as k\[1\]"),
@@ -72,7 +72,7 @@ def test_wrong_keys(k, v, options, message):
 def test_wrong_pages():
     for pages, options, message in (
         (PAGES, {"value_dim": 40}, "value_dim: expected 1 to 24, the last dimension of k_pages; got 40.*give v_pages"),
-        (PAGES, {}, "v_pages: expected an array; got None. Where values are the first columns of k_pages"),
+        (PAGES, {}, "v_pages: expected a NumPy array.* got NoneType. Where values are the first columns of k_pages"),
         ((PAGES[..., :16], PAGES[:, :3, :, 16:]), {}, "k_pages: expected a pair of arrays that differ in their last"),
     ):
         with pytest.raises(sl.Error, match=message):

@@ -210,7 +210,7 @@ def fail_at_each_allocation(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     calls = []
     forget()
     with monkeypatch.context() as patch:
-        patch.setattr(Call, "run", lambda *given: calls.append(given))
+        patch.setattr(Call, "run", lambda *given, **_: calls.append(given))
         sl.attention(q, k, v, out=out)
     run_of, (prepared, *addresses) = Call.run, calls[0]
     forget()

@@ -258,9 +258,10 @@ class OuterProduct(ABC):
 
             def step(j: Value) -> None:
                 weights = load_panel_row(k, s, p["weights"], j, range(s.vectors))
-                row = values(j, 0)
+                row = values(j)
                 if s.fetching.rows:
-                    k.prefetch(values(j, s.fetching.rows))
+                    later = p["value_row"] * s.fetching.rows
+                    k.prefetch(values(j + s.fetching.rows) if s.scatters_values else k.at(row, later))
                 add_outer(self, k, total, spread_columns(k, s, row, offsets), [weights])
 
             k.unrolled(p["first"], p["end"], step)
@@ -273,14 +274,13 @@ class OuterProduct(ABC):
             group(whole, [(k.min(whole + m, last) - whole) * s.number_bytes for m in range(s.rows)])
         return k.finish()
 
-    def values_of(self, k: Function, column: Value) -> Callable[[Value, int], Value]:
-        """Returns where a step's values lie from a column on: a function of the step, and of how many steps later."""
-        s, row = self.s, k.p["value_row"]
-        offset = self.column_offset(k, column)
+    def values_of(self, k: Function, column: Value) -> Callable[[Value], Value]:
+        """Returns a function that says where a step's values lie, from a column on."""
+        s, row, offset = self.s, k.p["value_row"], self.column_offset(k, column)
         if s.scatters_values:
-            return lambda j, later: k.at(k.load(PTR, k.p["values"], (j + later) * row), offset)
+            return lambda j: k.at(k.load(PTR, k.p["values"], j * row), offset)
         values = k.at(k.p["values"], offset)
-        return lambda j, later: k.at(k.at(values, self.step_offset(k, j, row)), row * later)
+        return lambda j: k.at(values, self.step_offset(k, j, row))
 
     def predicated_tile(self, module: Module) -> Any:
         """value_tile over steps that some lanes do not see: a lane whose weight is -0 keeps its sum, whatever the value
@@ -308,7 +308,7 @@ class OuterProduct(ABC):
             def step(j: Value, vectors: range) -> None:
                 weights = load_panel_row(k, s, p["weights"], j, vectors)
                 seen = [self.seen_lanes(k, w) for w in weights]
-                row = values(j, 0)
+                row = values(j)
                 sums = [x[vectors.start :] for x in total]
                 add_outer(self, k, sums, spread_columns(k, s, row, offsets), [weights], seen)
 

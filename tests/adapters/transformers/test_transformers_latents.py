@@ -335,7 +335,8 @@ def biased(linear):
 
 
 CHANGES = {
-    wrapped: "kv_b_proj is a Wrapped", quantised: "kv_b_proj's weight is a Quantised", hooked: "kv_b_proj has hooks",
+    wrapped: f"kv_b_proj is a {__name__}.Wrapped",
+    quantised: "kv_b_proj's weight is a Quantised", hooked: "kv_b_proj has hooks",
     hooked_before: "kv_b_proj has hooks", replaced: "kv_b_proj has hooks", biased: "kv_b_proj has a bias",
 }  # fmt: skip
 

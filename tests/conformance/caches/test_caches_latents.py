@@ -17,6 +17,7 @@ from repeated import forget
 from tolerance import assert_within, plain
 
 import speedlight as sl
+from speedlight import reference
 from speedlight.arrays.files import read_arrays, read_metadata, write_arrays
 from speedlight.cpu.engine import append_call as putting
 from speedlight.cpu.memory.operands import Paged
@@ -332,7 +333,7 @@ def test_other_parts_are_refused_and_nothing_is_stored(rng):
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("codes", CODES)
 def test_codes_have_one_scale_for_both_parts(rng, monkeypatch, tmp_path, codes, streams):
-    """In caches, rings, pages and files; nobody attends to them yet, and nothing is stored then."""
+    """In caches, rings, pages and files; keys and values are read from the same codes."""
     if streams:
         monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
     forget()
@@ -353,17 +354,31 @@ def test_codes_have_one_scale_for_both_parts(rng, monkeypatch, tmp_path, codes, 
             for x in (cache, cache.copy(), sl.KVCache.load(tmp_path / "x.safetensors")):
                 assert x.keys(0).tobytes() == want[:, :, shown].tobytes()
                 assert x.values(0).tobytes() == want[:, :, shown, :latent].tobytes()
-            with pytest.raises(sl.UnsupportedError, match="dtype: expected float32, float16, bfloat16 or float64 whe"):
-                cache.attend(0, q[:, :, :1], k[:, :, :1])
-            assert cache.lengths(0) == (at, at)
+            some, keys = q[:, :, :20], want[:, :, shown]
+            masks = {"mask": cache._ring.mask(False)} if more and cache._ring.mask(False) is not None else {}
+            if not masks:
+                out = cache.attend(0, some)
+                exact = reference.attention(some, keys, None, value_dim=latent)
+                bound = reference.error_bound(some, keys, None, value_dim=latent, int8=True).out
+                assert_within(out, exact, bound)
+                alone = [cache.attend(0, some[:, :, i : i + 1]) for i in range(some.shape[2])]
+                assert np.concatenate(alone, 2).tobytes() == out.tobytes()
+                copied = cache.copy()
+                step = copied.attend(0, some[:, :, :3], *parts(k[:, :, :3], latent, joined))
+                grown = np.concatenate((keys, (numbers * scales)[:, :, :3]), 2, dtype=np.float32)
+                exact = reference.attention(some[:, :, :3], grown, None, value_dim=latent, causal=True)
+                bound = reference.error_bound(some[:, :, :3], grown, None, value_dim=latent, causal=True, int8=True).out
+                assert_within(step, exact, bound)
         pool, at = made(codes, sizes, pool=True), 0
         sequence = pool.sequence()
         for n in STEPS:
             pool.append(0, [sequence], *parts(rows(k[:1, :, at : at + n]), latent, n > 1), new_lengths=[n])
             at += n
         assert sequence.keys(0).tobytes() == want[0].tobytes()
-        with pytest.raises(sl.UnsupportedError, match="dtype: expected float32"):
-            pool.attend(0, [sequence], rows(q[:1, :, :1]))
+        whole = made(codes, sizes)
+        whole.append(0, *parts(k[:, :, :at], latent, True))
+        found = pool.attend(0, [sequence], rows(q[:1, :, :5]), q_lengths=[5])
+        assert found.swapaxes(0, 1).tobytes() == whole.attend(0, q[:, :, :5])[0].tobytes()
 
 
 def test_a_cache_without_a_window_is_read_as_an_array():
@@ -388,7 +403,11 @@ def test_what_cannot_be_a_cache_of_latents_says_so(of):
     for wrong in (1, None, "keys"):
         with pytest.raises(sl.ArgumentTypeError, match="latent: expected True or False"):
             of(**sizes | {"latent": wrong})
-    assert of(**sizes).value_dim == 24
+    with pytest.raises(
+        sl.ArgumentError, match="value_dim: expected the columns of a latent beside latent=True; got None"
+    ):
+        of(**sizes)
+    assert of(**sizes, value_dim=24).value_dim == 24
 
 
 def test_results_may_not_lie_in_what_is_stored(rng):
