@@ -208,7 +208,7 @@ def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, boo
     keys = strides.is_cached or not direct or strides.strided_keys or problem.head_dim % elements != 0
     values = not direct or strides.strided_values or (not strides.is_cached and paired)
     if strides.is_paged and not strides.is_cached:  # staged, or read where they lie
-        apart = keys or strides.in_parts
+        apart = keys or strides.in_parts or strides.strided_values
         return apart, values or apart
     return keys, values
 
