@@ -12,7 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from .array import describe, is_masked, on_gpu
 from .integers import integer
 from .memory import Array
-from .torch_tensors import is_tensor
+from .torch_tensors import is_cut, is_tensor
 
 _STEP = 8  # elements of a step of a sum, at most: kernels read a second part where it lies, if it begins with a step
 
@@ -128,6 +128,12 @@ def join(k: Any) -> Any:
     if not isinstance(k, (tuple, list)):
         return k
     if any(map(is_tensor, k)):
+        for x in k:
+            if is_cut(x):  # PyTorch would read past its end
+                raise ArgumentError(
+                    f"k: expected tensors with memory for their elements; got one of {tuple(x.shape)}, whose storage "
+                    "is too short (resize_ …). Use clone() before."
+                )
         return sys.modules["torch"].cat(tuple(k), -1)
     return np.concatenate([np.asarray(x) for x in k], -1)
 
@@ -154,6 +160,11 @@ def _check_pair(k: Any, name: str) -> None:
         raise ArgumentTypeError(
             f"{name}: expected a pair of arrays of one kind and dtype; got {type(latent).__name__} of {latent.dtype} "
             f"and {type(rotary).__name__} of {rotary.dtype}."
+        )
+    if is_tensor(latent) and (latent.layout != rotary.layout or latent.device != rotary.device):
+        raise ArgumentTypeError(
+            f"{name}: expected a pair of tensors of one layout and device; got {latent.layout} on {latent.device} and "
+            f"{rotary.layout} on {rotary.device}."
         )
     if on_gpu(latent) or on_gpu(rotary):
         raise UnsupportedError(
