@@ -112,3 +112,15 @@ def test_parts_of_other_places_are_refused():
     for other in (rotary.to("meta"), rotary.to_sparse()):
         with pytest.raises(sl.ArgumentTypeError, match="k: expected a pair of tensors of one layout and device"):
             sl.attention(q, (latent, other), None)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+def test_pairs_of_other_value_dims_are_other_calls(rng, make):
+    """A repeated pair gets as many columns as it asks for, whatever the calls before asked for."""
+    numbers = [rng.standard_normal(x.shape).astype(np.float32) for x in (Q, LATENT, ROTARY)]
+    q, latent, rotary = map(make, numbers)
+    k = make(np.concatenate(numbers[1:], -1))
+    for columns in (16, 5, 16, 9, 5):
+        got = sl.attention(q, (latent, rotary), None, value_dim=columns)
+        want = sl.attention(q, k, make(numbers[1][..., :columns].copy()))
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
