@@ -12,7 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from .array import describe, is_masked, on_gpu
 from .integers import integer
 from .memory import Array
-from .torch_tensors import is_tensor
+from .torch_tensors import is_cut, is_tensor
 
 _STEP = 8  # elements of a step of a sum, at most: kernels read a second part where it lies, if it begins with a step
 
@@ -131,15 +131,14 @@ def join(k: Any) -> Any:
         return k
     parts = tuple(k)[:2]  # a KeyPair has a third word
     if any(map(is_tensor, parts)):
+        for x in parts:
+            if is_cut(x):  # PyTorch would read past its end
+                raise ArgumentError(
+                    f"k: expected tensors with memory for their elements; got one of {tuple(x.shape)}, whose storage "
+                    "is too short (resize_ …). Use clone() before."
+                )
         return sys.modules["torch"].cat(parts, -1)
     return np.concatenate([np.asarray(x) for x in parts], -1)
-
-
-def join_pair(k: Any) -> Any:
-    """Returns keys in one array, for a call without values: of a pair a copy, if its parts go together."""
-    if isinstance(k, (tuple, list)):
-        _check_pair(k, "k")
-    return join(k)
 
 
 def _check_pair(k: Any, name: str) -> None:
@@ -165,6 +164,11 @@ def _check_pair(k: Any, name: str) -> None:
         raise ArgumentTypeError(
             f"{name}: expected a pair of arrays of one kind and dtype; got {type(latent).__name__} of {latent.dtype} "
             f"and {type(rotary).__name__} of {rotary.dtype}."
+        )
+    if is_tensor(latent) and (latent.layout != rotary.layout or latent.device != rotary.device):
+        raise ArgumentTypeError(
+            f"{name}: expected a pair of tensors of one layout and device; got {latent.layout} on {latent.device} and "
+            f"{rotary.layout} on {rotary.device}."
         )
     if on_gpu(latent) or on_gpu(rotary):
         raise UnsupportedError(

@@ -205,6 +205,19 @@ def _has_memory(x: Any) -> bool:
         return False
 
 
+def is_cut(x: Any) -> bool:
+    """Returns whether a tensor's storage, which may have been resized, ends before its last element; False of tensors
+    that are traced, or have no storage of their own.
+    """
+    torch: Any = sys.modules["torch"]
+    if torch.compiler.is_dynamo_compiling() or not is_tensor(x) or x.layout is not torch.strided or not x.numel():
+        return False
+    try:
+        return (x.storage_offset() + _last_of(x) + 1) * x.element_size() > x.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func
+        return False
+
+
 def makes_plain_tensors(x: Any) -> bool:
     """Returns whether x is a plain tensor on the CPU and what is made beside it now is one, too: no mode, no graph, no
     transform is around. In inference mode later calls may not use what is made.

@@ -90,3 +90,37 @@ def test_a_pair_on_a_gpu_is_refused(monkeypatch):
 def test_caches_name_their_own_option():
     with pytest.raises(sl.Error):
         sl.KVCache(layers=1, kv_heads=1, head_dim=24, capacity=5, dtype="float32").attend(0, Q, value_dim=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("columns", [16, 15])  # kernels read both parts, or a copy is attended to
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_part_whose_storage_was_cut_is_refused(part, columns, grad):
+    """Parts that are joined, too: PyTorch's copy would be of what lies behind the storage."""
+    q, k = torch.ones(1, 2, 3, 24), torch.ones(1, 1, 500, 24)
+    pair = k[..., :columns].clone(), k[..., columns:].clone()
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            sl.attention(q, pair, None)
+        pair[part].untyped_storage().resize_(64)
+        with pytest.raises(sl.ArgumentError, match="with memory for"):
+            sl.attention(q, pair, None)
+
+
+def test_parts_of_other_places_are_refused():
+    q, latent, rotary = (torch.from_numpy(x) for x in (Q, LATENT, ROTARY))
+    for other in (rotary.to("meta"), rotary.to_sparse()):
+        with pytest.raises(sl.ArgumentTypeError, match="k: expected a pair of tensors of one layout and device"):
+            sl.attention(q, (latent, other), None)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+def test_pairs_of_other_value_dims_are_other_calls(rng, make):
+    """A repeated pair gets as many columns as it asks for, whatever the calls before asked for."""
+    numbers = [rng.standard_normal(x.shape).astype(np.float32) for x in (Q, LATENT, ROTARY)]
+    q, latent, rotary = map(make, numbers)
+    k = make(np.concatenate(numbers[1:], -1))
+    for columns in (16, 5, 16, 9, 5):
+        got = sl.attention(q, (latent, rotary), None, value_dim=columns)
+        want = sl.attention(q, k, make(numbers[1][..., :columns].copy()))
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()

@@ -67,6 +67,22 @@ def check(q, pages, places, whole, options):
     assert got.tobytes() == want.tobytes()
 
 
+@pytest.mark.units
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_of_pages_may_lie_unlike(isa, one_width, rng, dtype):
+    """Rows of keys are side by side while columns of values are apart, and the other way round."""
+    kind, table = numpy_dtype(dtype), np.array([[4, 1, 3], [2, 0, -9]])
+    pages = [rng.standard_normal((6, 7, 2, 16)).astype(kind) for _ in range(2)]
+    apart = [np.ascontiguousarray(x.transpose(3, 0, 1, 2)).transpose(1, 2, 3, 0) for x in pages]
+    for n in (1, 5, 40):
+        q = rng.standard_normal((2, 4, n, 16)).astype(kind)
+        want, got, turned = (
+            sl.attention_paged(q, k, v, table, [20, 11]) for k, v in (pages, (pages[0], apart[1]), (apart[0], pages[1]))
+        )
+        assert got.tobytes() == turned.tobytes() == want.tobytes(), n
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_negated_tensors_are_refused_of_one_row_and_of_several(batch):
     torch = pytest.importorskip("torch")
