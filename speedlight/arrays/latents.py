@@ -141,6 +141,13 @@ def join(k: Any) -> Any:
     return np.concatenate([np.asarray(x) for x in parts], -1)
 
 
+def join_pair(k: Any) -> Any:
+    """Returns keys in one array, for a call without values: of a pair a copy, if its parts go together."""
+    if isinstance(k, (tuple, list)):
+        _check_pair(k, "k")
+    return join(k)
+
+
 def _check_pair(k: Any, name: str) -> None:
     """Raises unless keys are two arrays of the same tokens and dtype."""
     if len(k) != 2:
