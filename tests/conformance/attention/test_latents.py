@@ -138,6 +138,19 @@ def test_models_sizes(isa, rng, threads, dtype):
             assert got.tobytes() == want[:, :, first:end].tobytes(), first
 
 
+@pytest.mark.units
+def test_spans_that_nobody_sees_leave_nothing(isa, rng, threads):
+    """Tasks share the spans of a block: one that is passed by holds what an earlier call left there."""
+    p = draw_latents(rng, "float32", 1, 6000, widths=(64, 8), heads=(1, 16))
+    ends, all_keys = (sl.expression(lambda b, h, i, j, n=n: (j < n) | (j > 5500)) for n in (500, 6000))
+    results = []
+    for n in (1, 3):
+        threads(n)
+        attend(p, p.parts, None, mask=all_keys)
+        results.append(attend(p, p.parts, None, mask=ends))
+    assert results[0] == results[1]
+
+
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_repeated_and_written_in_place(isa, one_width, rng, dtype):
