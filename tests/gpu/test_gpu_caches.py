@@ -361,7 +361,7 @@ def test_a_file_that_a_device_cannot_load(tmp_path):
     sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, dtype="float64").save(path)
     with pytest.raises(sl.UnsupportedError, match="dtype: expected"):
         sl.KVCache.load(path, device="cuda")
-    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16, "latent": True}
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16, "value_dim": 8, "latent": True}
     sl.KVCache(**sizes, capacity=10).save(path)
     for made in (
         lambda: sl.KVCache.load(path, device="cuda"),

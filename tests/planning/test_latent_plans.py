@@ -45,7 +45,5 @@ def test_wrong_sizes():
     q = np.ones((1, 16, 5, 576), np.float32)
     with pytest.raises(sl.ArgumentError, match="value_dim: expected 1 to 576, the last dimension of k; got 600"):
         sl.plan(q, q, None, value_dim=600)
-    with pytest.raises(
-        sl.ArgumentTypeError, match=r"v: expected a NumPy array.*got NoneType\. Where values"
-    ):
+    with pytest.raises(sl.ArgumentTypeError, match=r"v: expected a NumPy array.*got NoneType\. Where values"):
         sl.plan(q, q, None)
