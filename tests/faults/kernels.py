@@ -4,6 +4,34 @@ from .mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "spans that a block's tasks pass by keep what an earlier call left there",
+        "cpu/kernels/forward.py",
+        "                clear_state(k, self.s, self.left_state(span, i), a.width + 2)",
+        "                k.i64(0)",
+        "tests/conformance/attention/test_latents.py -k spans_that_nobody_sees",
+    ),
+    Mutation(
+        "the last of a block's tasks merges all spans but the first",
+        "cpu/kernels/forward.py",
+        'with k.range(0, (panel.word("high") + (SPAN - 1)) // SPAN) as span:',
+        'with k.range(1, (panel.word("high") + (SPAN - 1)) // SPAN) as span:',
+        "tests/conformance/attention/test_latents.py -k tasks_that_share",
+    ),
+    Mutation(
+        "the second part of keys is read from the first key's row",
+        "cpu/products/outer.py",
+        'rows = [k.at(rest, k.min(j + m, last) * p["rest_row"]) for m in range(s.rows)]',
+        'rows = [k.at(rest, k.i64(0) * p["rest_row"]) for m in range(s.rows)]',
+        "tests/conformance/attention/test_latents.py -k models_sizes",
+    ),
+    Mutation(
+        "values are read from staged keys wherever they lie",
+        "cpu/kernels/forward.py",
+        "same = (a.k + item.k_at).equals(a.v + item.v_at)",
+        "same = (a.k + item.k_at).equals(a.k + item.k_at)",
+        "tests/conformance/attention/test_attention.py -k every_dim",
+    ),
+    Mutation(
         "a step of the head dim is left out where the number is odd",
         "cpu/language/vector.py",
         "        with self.range(middle, high) as t:\n",

@@ -139,6 +139,22 @@ def test_models_sizes(isa, rng, threads, dtype):
 
 
 @pytest.mark.units
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_tasks_that_share_spans_have_the_bits_of_one(isa, rng, threads, q_len):
+    """A block of queries that is alone: its spans are merged in order, whoever took them."""
+    q, latent, rotary = (
+        rng.standard_normal(shape, dtype=np.float32)
+        for shape in ((1, 16, q_len, 72), (1, 1, 3000, 64), (1, 1, 3000, 8))
+    )
+    found = []
+    for n in (1, 2, 3):
+        threads(n)
+        out, lse = sl.attention(q, (latent, rotary), None, causal=True, return_lse=True)
+        found.append((out.tobytes(), lse.tobytes()))
+    assert found == found[:1] * 3
+
+
+@pytest.mark.units
 def test_spans_that_nobody_sees_leave_nothing(isa, rng, threads):
     """Tasks share the spans of a block: one that is passed by holds what an earlier call left there."""
     p = draw_latents(rng, "float32", 1, 6000, widths=(64, 8), heads=(1, 16))
