@@ -129,16 +129,15 @@ def join(k: Any) -> Any:
     """Returns keys in one array: of a pair a copy."""
     if not isinstance(k, (tuple, list)):
         return k
-    parts = tuple(k)[:2]  # a KeyPair has a third word
-    if any(map(is_tensor, parts)):
-        for x in parts:
+    if any(map(is_tensor, k)):
+        for x in k:
             if is_cut(x):  # PyTorch would read past its end
                 raise ArgumentError(
                     f"k: expected tensors with memory for their elements; got one of {tuple(x.shape)}, whose storage "
                     "is too short (resize_ …). Use clone() before."
                 )
-        return sys.modules["torch"].cat(parts, -1)
-    return np.concatenate([np.asarray(x) for x in parts], -1)
+        return sys.modules["torch"].cat(tuple(k), -1)
+    return np.concatenate([np.asarray(x) for x in k], -1)
 
 
 def join_pair(k: Any) -> Any:

@@ -198,9 +198,8 @@ def _has_memory(x: Any) -> bool:
     """Returns whether every element lies inside the tensor's storage."""
     if not x.numel():
         return True
-    last = x.storage_offset() + _last_of(x)
     try:
-        return read_address(x) != 0 and (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+        return read_address(x) != 0 and has_bytes(x, (_last_of(x) + 1) * x.itemsize)
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, a tensor of zeros that are nowhere
         return False
 
@@ -213,7 +212,7 @@ def is_cut(x: Any) -> bool:
     if torch.compiler.is_dynamo_compiling() or not is_tensor(x) or x.layout is not torch.strided or not x.numel():
         return False
     try:
-        return (x.storage_offset() + _last_of(x) + 1) * x.element_size() > x.untyped_storage().nbytes()
+        return not has_bytes(x, (_last_of(x) + 1) * x.itemsize)
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func
         return False
 

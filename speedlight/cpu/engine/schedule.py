@@ -81,7 +81,7 @@ def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
 
 def _fills_panels(problem: Problem, isa: Isa, strides: Strides) -> bool:
     """Returns whether DECODE_ROWS rows, which fill panels, are faster there: keys are read where they lie."""
-    return not (strides.is_cached or any(_staged(problem, product_name(problem, isa), strides)[:1]))
+    return not _staged(problem, product_name(problem, isa), strides)[0]
 
 
 # --- many rows

@@ -417,33 +417,22 @@ def score(
     rows: list[Value],
     vectors: Sequence[int],
     run: Callable[[Step], None],
+    total: Sums | None = None,
 ) -> Sums:
     """Returns scores of a register tile, [key][vector]: one chain of multiply-adds over the units for each.
 
-    `rows`: of keys. run(step) takes the step through all units, and may fetch memory meanwhile.
+    `rows`: of keys. run(step) takes the step through all units, and may fetch memory meanwhile. `total`: scores so far,
+    which go on over more units.
     """
-    total = new_sums(k, product.s, len(rows), len(vectors))
-    add_score(product, k, panel, rows, vectors, run, total)
-    return total
-
-
-def add_score(
-    product: OuterProduct,
-    k: Function,
-    panel: Value,
-    rows: list[Value],
-    vectors: Sequence[int],
-    run: Callable[[Step], None],
-    total: Sums,
-) -> None:
-    """Adds units to the scores of a register tile, as score() has them."""
     s = product.s
+    total = new_sums(k, s, len(rows), len(vectors)) if total is None else total
 
     def step(t: Value, count: int = 1) -> None:
         queries = [load_panel_row(k, s, panel, t + i, vectors) for i in range(count)]
         add_outer(product, k, total, (spread(k, s, row, t * s.number_bytes, count) for row in rows), queries)
 
     run(step)
+    return total
 
 
 def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) -> list[list[Value]]:
@@ -464,7 +453,8 @@ def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
         # such that the second part's first unit is number rest_unit of its row, too
         rest = k.at(p["rest"], -(p["rest_unit"] * s.number_bytes))
         rows = [k.at(rest, k.min(j + m, last) * p["rest_row"]) for m in range(s.rows)]
-        add_score(product, k, p["q_panel"], rows, vectors, functools.partial(take_steps, k, s, end, p["units"]), total)
+        go_on = functools.partial(take_steps, k, s, end, p["units"])
+        score(product, k, p["q_panel"], rows, vectors, go_on, total)
     return [_stored_scores(k, s, j, v, [row[i].get() for row in total]) for i, v in enumerate(vectors)]
 
 
