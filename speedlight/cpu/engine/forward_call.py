@@ -26,7 +26,20 @@ from ...problem.results import ResultLayout
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
-from ..memory.records import ARGUMENTS, ENDLESS, ITEM, KEYS, NEW, NUMBERS, ROTARY, STATE, TABLES, Item
+from ..memory.records import (
+    ARGUMENTS,
+    ENDLESS,
+    ITEM,
+    KEYS,
+    NEW,
+    NUMBERS,
+    ROTARY,
+    STATE,
+    STATE_SUMS,
+    STATES,
+    TABLES,
+    Item,
+)
 from ..memory.shape import Shape
 from ..runtime.compile import Kernel, lock, symbol_of
 from ..runtime.launch import Launch, Place, Words, threads_for
@@ -42,14 +55,24 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 
 
 @standard
-def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa) -> Call:
-    """Prepares everything that addresses don't change."""
+def prepare(
+    problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa, *,
+    leaves: bool | None = None,
+) -> Call:  # fmt: skip
+    """Prepares everything that addresses don't change.
+
+    leaves: of rows that go on from states, whether these are left again; None of other rows.
+    """
     keys = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
-    how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa))
+    how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa), leaves=bool(leaves))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     form = ResultLayout.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
-    lies = {"in_parts": words.get("latent_dim", 0) > 0}
+    lies = {"in_parts": words.get("latent_dim", 0) > 0, "resumed": leaves is not None}
+    if leaves is not None:
+        words |= words_of_states(problem, how)
+        if how.kind == "forward":
+            words |= {"leaves": int(leaves), "upcoming": 0}
     if isinstance(keys, Paged):
         lies |= {"cached": keys.pages.lanes, "latent": keys.pages.latent}
     call = Call(problem, how, words, items, form, **lies)
@@ -90,12 +113,13 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
 
 
 def _shape(
-    problem: Problem, how: Schedule, program: Any, *, cached: bool = False, latent: bool = False, in_parts: bool = False
-) -> Shape:
+    problem: Problem, how: Schedule, program: Any, *, cached: bool = False, latent: bool = False,
+    in_parts: bool = False, resumed: bool = False,
+) -> Shape:  # fmt: skip
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised
-    of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial
+    of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial, resumed
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
 
@@ -107,9 +131,9 @@ class Call:
 
     def __init__(
         self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout, *,
-        cached: bool = False, latent: bool = False, in_parts: bool = False,
+        cached: bool = False, latent: bool = False, in_parts: bool = False, resumed: bool = False,
     ) -> None:  # fmt: skip
-        """form: of its results. cached, latent, in_parts: how keys and values lie, as Shape has it."""
+        """form: of its results. cached, latent, in_parts, resumed: as Shape has them."""
         self.problem, self.how, self.items, self.result_layout, self.sinks = problem, how, items, form, _sinks(problem)
         self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
@@ -117,10 +141,10 @@ class Call:
         threads = threads_for(seconds, how.threads, wants)
         if self.sinks is not None:
             words |= {"sinks": self.sinks.ctypes.data}
-        if "upcoming" in words:
+        if words.get("upcoming"):
             words["upcoming"] = threads
         self.launch = Launch(
-            _shape(problem, how, program, cached=cached, latent=latent, in_parts=in_parts),
+            _shape(problem, how, program, cached=cached, latent=latent, in_parts=in_parts, resumed=resumed),
             ARGUMENTS[how.kind],
             words,
             how.tickets if problem.value_dim and problem.q_heads else 0,
@@ -208,6 +232,20 @@ class Call:
             more += strides
         call = q, k, v, out, lse, self.counts_at, items_at
         self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more, threads)
+
+    def run_on(
+        self, addresses: tuple[int, ...], states: int, items: dict[int, Sequence[int]], seed: int | None
+    ) -> None:
+        """Runs rows that go on from states: fills out and lse, or leaves the states.
+
+        addresses: of q, k, v, out and lse. states: of the first row's. items: by the number of their word (ITEM).
+        """
+        table = self.items_type.from_buffer_copy(self.items_bytes)
+        for word, values in items.items():
+            table[word :: len(ITEM)] = [*values]
+        call = *addresses, self.counts_at, ctypes.addressof(table)
+        seed = self.problem.seed if seed is None else seed
+        self.launch.run_in_scratch(call, seed, ((STATES[self.how.kind], (states,)),))
 
     def run_again(
         self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
@@ -346,6 +384,17 @@ def words_of_problem(problem: Problem, lse_rows: int) -> dict[str, int]:
     }
 
 
+def state_bytes(problem: Problem) -> int:
+    """Returns the bytes of the states of a row of one head, of whole spans and of the open one."""
+    return STATE_SUMS + 2 * (-(-problem.value_dim * number_bytes(problem.storage) // 64) * 64)
+
+
+def words_of_states(problem: Problem, how: Schedule) -> dict[str, int]:
+    """Returns the words that say how the states lie that rows go on from."""
+    head = state_bytes(problem)
+    return {"state_head": head, "state_row": problem.q_heads * head}
+
+
 def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[str, int]:
     """Returns what is prefetched for the next task meanwhile (cpu/kernels/prefetch.py): of keys a tile at most.
 
@@ -417,6 +466,8 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         out_at=first * rows.out_strides[axis],
         lse_at=first * lse,
         index=np.arange(batch) if problem.items is None else np.array(problem.items, np.int64),
+        first_key=first * 0,
+        rows=first * 0,
         **columns_of_keys(keys, batch),
     )
     table = np.stack(items, axis=1)

@@ -61,11 +61,16 @@ def product_name(problem: Problem, isa: Isa, *, gradients: bool = False) -> str:
     return "fma" if problem.quantised or problem.widened else isa.product(problem.storage, gradients=gradients)
 
 
-def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
-    """Schedules the decode kernel for few rows, the forward kernel for all else."""
-    if _decodes(problem, isa, strides):
+def schedule(
+    problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning, *, leaves: bool = False
+) -> Schedule:
+    """Schedules the decode kernel for few rows, the forward kernel for all else.
+
+    leaves: for rows of several sequences, whose states are left.
+    """
+    if _decodes(problem, isa, strides) and not leaves:
         return _decode_schedule(problem, isa, threads, strides.heads_adjoin, tuning)
-    return _forward_schedule(problem, isa, threads, strides, tuning)
+    return _forward_schedule(problem, isa, threads, strides, tuning, leaves=leaves)
 
 
 def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
@@ -87,7 +92,9 @@ def _fills_panels(problem: Problem, isa: Isa, strides: Strides) -> bool:
 # --- many rows
 
 
-def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
+def _forward_schedule(
+    problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning, *, leaves: bool
+) -> Schedule:
     """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads
     allow.
     """
@@ -113,6 +120,8 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     panels = _panels_of_task(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
     if threads > MANY:
         panels = max(panels, min(most, -(-threads * _VISIT // work)))
+    if leaves:  # a tile is staged once for all rows of an item; tasks share the spans, where they are few
+        panels = max(1, min(fits, -(-max(rows) // panel)))
     blocks = _blocks(rows, panel * panels) * problem.kv_heads
     side_by_side = _side_by_side(problem, _blocks(rows, panel * panels), threads)
     state_bytes = -(-keys // SPAN) * panels * (2 + sizes.width) * sizes.row

@@ -35,6 +35,7 @@ from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.repeating import functions
 from ..runtime.workers import get_threads, machine
 from .append_call import AppendCall, Blocks, New
+from .cascade import MOST_ROWS, Run, Stage, places_of, run_stages, shared_runs
 from .forward_call import Call, prepare
 from .schedule import DECODE_ROWS
 from .steps import Steps
@@ -528,12 +529,71 @@ class PoolStorage(BlockStorage):
         first = list(itertools.accumulate(batch.counts, initial=0))
         addresses = (q.address, *self.addresses[layer], results.out.address, results.lse_address)
         for which in self._by_kernel(q.shape[1], batch.counts):
+            shared = self._shared(q, batch, which, options)
+            if shared:
+                self._attend_shared(addresses, q, batch, which, options, results.out.strides, shared)
+                continue
             counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
             more: Any = (options.seed_word(), lengths, lists) if any_lengths else ()
             call.run(*addresses, *more)
+
+    def may_share(self, batch: Batch) -> bool:
+        """Returns whether two sequences begin with the same page."""
+        tables = batch.tables
+        return len({x.numbers.item(0) for x in tables}) < len(tables)
+
+    def _shared(self, q: Array, batch: Batch, which: list[int], options: Options) -> list[list[Run]]:
+        """Finds what some sequences share, and may see together; by index in `which`."""
+        group = max(1, q.shape[1] // self.shape.kv_heads)
+        if len(which) < 2 or options.dropout or max([batch.counts[i] for i in which]) * group > MOST_ROWS:
+            return []
+        limits = [(batch.after[i] - batch.counts[i]) // TILE * TILE for i in which]
+        entry = BLOCK if self.kernel_pages.lanes else self.page_size
+        return shared_runs([batch.tables[i].numbers for i in which], limits, entry)
+
+    def _attend_shared(
+        self, addresses: tuple[int, ...], q: Array, batch: Batch, which: list[int], options: Options,
+        out_strides: tuple[int, ...], shared: list[list[Run]],
+    ) -> None:  # fmt: skip
+        """Takes sequences through the keys that they share together, then each through its own."""
+        first = list(itertools.accumulate(batch.counts, initial=0))
+        counts, after, lists = ([x[i] for i in which] for x in (batch.counts, batch.after, batch.tables))
+        ends = [0] * len(which)
+        for run in itertools.chain(*shared):
+            for n in run.members:
+                ends[n] = run.end
+        own = [Run(start, end, (n,)) for n, (start, end) in enumerate(zip(ends, after, strict=True))]
+        spans = spans_of(max(after))
+        stages = []
+        for runs in (*shared, own):
+            rows = [sum([counts[n] for n in run.members]) for run in runs]
+            tables = [lists[run.members[0]].address for run in runs]
+            call = self._stage_of(q, rows, tables, options, out_strides, spans, leaves=runs is not own)
+            stages.append(Stage(call, runs, tables))
+        tokens = [first[i] for i in which]
+        places = places_of(stages[0].call.problem, (q.strides[0], out_strides[0]), counts, after, tokens)
+        run_stages(addresses, stages, places, options.seed_word())
+
+    def _stage_of(
+        self, q: Array, counts: list[int], lists: list[int], options: Options, out_strides: tuple[int, ...], spans: int,
+        *, leaves: bool,
+    ) -> Call:  # fmt: skip
+        """Prepares a stage of so many rows of each item, for any keys of as many spans."""
+        known, options = options.key(), replace(options, q_lengths=tuple(counts))
+
+        def make() -> Call:
+            most = [spans * SPAN] * len(counts)
+            problem = from_stored(q, self.shape.stored(most, shortest=max(counts)), options)
+            rows, keys = Rows("lhd", q, out_strides, (0,) * len(counts)), Paged(self.kernel_pages, lists)
+            return prepare(problem, rows, keys, get_threads(), self.isa, leaves=leaves)
+
+        if known is None:
+            return make()
+        where = leaves, tuple(counts), q.shape, q.strides, q.dtype, out_strides
+        return self.steps.made(("stage", *where, known, spans), make)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""

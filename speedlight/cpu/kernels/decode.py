@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from ...problem.problem import SPAN, TILE
 from ..language.vector import I64, Function, Module, Value
-from ..memory.records import BLOCK, PLACES, ROW
+from ..memory.records import BLOCK, PLACES, ROW, STATE_SUMS
 from ..memory.shape import Shape
 from ..products.product import product_of
 from .addresses import locate
@@ -87,6 +87,7 @@ class _Task(Work):
         # heads in step where all they see is one tile; longer sequences are read best head by head
         few = (self.rows < FEW_ROWS) & (a.heads > 1) & (item.k_len <= TILE)
         self.in_step = few if parts.score_heads is not None else None
+        self.first_key = item.first_key if s.resumed else k.i64(0)
         self.take(k.i64(0))
         self.positions = self.position(k.i64(0)), self.position(self.rows - 1)
 
@@ -130,20 +131,21 @@ class _Task(Work):
                 call_at(k, a.put, k.pointer(a.new), k.p["number"])
         self.pack()
         last = k.select(self.rows > 0, self.row_limit(self.rows - 1), k.i64(0))
-        spans = (last + (SPAN - 1)) // SPAN
-        first, end = (spans * x // blocks for x in (self.share, self.share + 1))
+        spans, seen = (last + (SPAN - 1)) // SPAN, self.first_key // SPAN
+        first, end = (seen + (spans - seen) * x // blocks for x in (self.share, self.share + 1))
         alone = blocks.equals(1)
-        single = alone & (spans <= 1)  # nothing is merged: what its span leaves is the end
+        # nothing is merged: what its span leaves is the end
+        single = alone & (spans <= 1) & self.first_key.equals(0)
         self.state, self.spare = k.select(single, self.span, self.total), k.select(single, self.total, self.span)
-        self.clear(self.state)
+        self.begin(self.state, self.first_key.differs(0), 0)
         states = self.all_rows * self.state_row  # bytes of what a span leaves
         shared = k.pointer(a.partials + k.p["number"] // blocks * a.partial_bytes)
-        if self.visibility is not None:  # spans that are passed by have seen nothing
+        if self.visibility is not None and not self.s.resumed:  # spans that are passed by have seen nothing
             with k.when(alone ^ 1), k.range(first, end) as span:
                 self.clear(k.at(shared, span * states))
-        with self.visible_spans(first * SPAN, k.min(end * SPAN, last), self.every_box) as (start, stop):
+        with self.spans_of_share(first, end, last) as (start, stop):
             with k.when(single ^ 1):
-                self.clear(self.span)
+                self.begin(self.span, (start % SPAN).differs(0), 1)
             with k.range(start, stop, TILE) as tile:
                 count = k.min(last - tile, k.i64(TILE))
                 self.score_together(tile, count)
@@ -158,6 +160,44 @@ class _Task(Work):
         with k.when(finished), self.each_head(), k.range(0, self.rows) as r:
             self.finish(r)
 
+    @contextlib.contextmanager
+    def spans_of_share(self, first: Value, end: Value, last: Value) -> Iterator[tuple[Value, Value]]:
+        """Yields spans of keys that any row may see: all, where rows go on from states."""
+        k = self.k
+        if not self.s.resumed:
+            with self.visible_spans(first * SPAN, k.min(end * SPAN, last), self.every_box) as span:
+                yield span
+            return
+        with k.range(first, end) as n:
+            yield k.max(n * SPAN, self.first_key), k.min(n * SPAN + SPAN, last)
+
+    def begin(self, states: Value, goes_on: Value, half: int) -> None:
+        """Clears the states of all rows, or loads what they have seen: in whole spans (0), or in the open one (1)."""
+        k = self.k
+        if not self.s.resumed:
+            self.clear(states)
+            return
+        with k.either(goes_on) as (load, clear):
+            with load:
+                self.load_states(states, half)
+            with clear:
+                self.clear(states)
+
+    def load_states(self, states: Value, half: int) -> None:
+        """Loads the states that rows go on from."""
+        k, s, a = self.k, self.s, self.a
+        of_half = half * ((a.state_head - STATE_SUMS) >> 1) + STATE_SUMS
+        with self.each_head(), k.range(0, self.rows) as r:
+            q_head = self.head * self.group + r % self.group
+            row = a.states + self.item.rows + r // self.group * a.state_row + q_head * a.state_head
+            to = k.at(states, self.state_at + r * self.state_row)
+            for n in (0, 1):
+                k.store(k.load(s.number, k.pointer(row), (2 * half + n) * s.number_bytes), to, n * s.number_bytes)
+            with k.range(0, self.slots) as slot:
+                column = k.min(slot * s.lanes, self.value_dim - s.lanes)
+                x = k.load(s.vector, k.pointer(row + of_half), column * s.number_bytes)
+                k.store(x, to, (slot + 1) * s.vector_bytes)
+
     def merge_shares(self, alone: Value, shared: Value, spans: Value, states: Value) -> Value:
         """Returns whether this task ends its heads: it is alone, or comes last, and then merges all spans in order.
 
@@ -168,7 +208,7 @@ class _Task(Work):
         with k.when(alone ^ 1):
             counter = k.pointer(self.a.arrived + k.p["number"] // blocks * 8)
             finished.set((k.fetch_add(counter, 0, 1) + 1).equals(blocks))
-            with k.when(finished.get()), k.range(0, spans) as span:
+            with k.when(finished.get()), k.range(self.first_key // SPAN, spans) as span:
                 self.merge(k.at(shared, span * states))
         return finished.get()
 

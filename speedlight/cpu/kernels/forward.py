@@ -9,6 +9,7 @@ Arguments, scratch and the memory of a panel are described in memory/records.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...problem.problem import SPAN, TILE
 from ..language.lookups import lines
 from ..language.vector import I1, I64, PTR, Function, Module, Value
 from ..memory.formats import load_scales
-from ..memory.records import BLOCK, ENDS, LANES, PLACES, Item
+from ..memory.records import BLOCK, ENDS, LANES, PLACES, ROW_AT, Item
 from ..memory.shape import Shape
 from ..products.product import product_of
 from .addresses import locate
@@ -54,7 +55,8 @@ class _Parts:
         self.stage_keys, self.stage_values = product.stage_tiles(m)
         self.locate = locate(m, s.piece)
         self.store = store_panel(m, s, self.log)
-        self.resume, self.leave = (load_state(m, s), store_state(m, s)) if s.partial else (None, None)
+        goes_on = s.partial or s.resumed
+        self.resume, self.leave = (load_state(m, s), store_state(m, s)) if goes_on else (None, None)
 
 
 def forward_module(s: Shape, symbol: str) -> Module:
@@ -78,8 +80,11 @@ class _Task(PanelWork):
         self.several = a.parts > 1  # tasks share the spans of this block
         self.keys, self.values = self.keys_of("k", head), self.keys_of("v", head)
         self.values_in_keys = self.are_values_in_keys()
-        self.last = self.limit((self.first + self.rows - 1) // a.group)  # how many keys the last row sees
-        self.in_total = k.const(1, I1) if self.s.partial else (self.last > SPAN) | self.last.equals(0) | self.several
+        self.first_key = item.first_key if self.s.resumed else k.i64(0)
+        _, position = self.places_of((self.first + self.rows - 1) // a.group, head * a.group)
+        self.last = self.limit(position)  # how many keys the last row sees
+        self.goes_on = self.s.partial or self.s.resumed
+        self.in_total = k.const(1, I1) if self.goes_on else (self.last > SPAN) | self.last.equals(0) | self.several
         self.follows, self.prefetch = find_prefetch(self)
 
     def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
@@ -103,22 +108,49 @@ class _Task(PanelWork):
         with k.range(0, self.panels) as i:
             self.pack(Panel(self, i))
         share, spans = k.p["number"] % a.parts, (last + (SPAN - 1)) // SPAN
-        first, end = (spans * x // a.parts for x in (share, share + 1))
+        seen = self.first_key // SPAN  # whole spans that states have
+        first, end = (seen + (spans - seen) * x // a.parts for x in (share, share + 1))
+        if self.s.resumed:
+            with k.range(first, end) as span:
+                self.take_span(k.max(span * SPAN, self.first_key), k.min(span * SPAN + SPAN, last))
+        else:
+            self.take_visible_spans(first, end)
+        with k.when(self.has_all()):
+            self.finish()
+
+    def take_visible_spans(self, first: Value, end: Value) -> None:
+        """Takes all panels through the spans of a share that any of its rows sees."""
+        k, a = self.k, self.a
         if self.visibility is not None:  # spans that are passed by have seen nothing
             with k.when(self.several), k.range(first, end) as span, k.range(0, self.panels) as i:
                 clear_state(k, self.s, self.left_state(span, i), a.width + 2)
         box = functools.partial(self.box, k.i64(0), self.panels)
-        with self.visible_spans(first * SPAN, k.min(end * SPAN, last), box) as (span_start, span_end):
+        with self.visible_spans(first * SPAN, k.min(end * SPAN, self.last), box) as (span_start, span_end):
             self.take_span(span_start, span_end)
-        with k.when(self.has_all()):
-            self.finish()
+
+    def begin_span(self, panel: Panel, start: Value) -> None:
+        """Clears a panel's state of a span, or loads it where the span is open already."""
+        k, state = self.k, panel.part("span")
+        rows = k.i64(2) if self.visibility is None else self.a.width + 2  # the rest is fresh to its first tile
+        if not self.s.resumed:
+            clear_state(k, self.s, state, rows)
+            return
+        with k.either((start % SPAN).equals(0)) as (is_fresh, is_open):
+            with is_fresh:
+                clear_state(k, self.s, state, rows)
+            with is_open:
+                self.load_state(panel, "span", 1)
+
+    def load_state(self, panel: Panel, part: str, half: int) -> None:
+        """Loads what the rows of a panel have seen: in whole spans (0), or in the open one (1)."""
+        k = self.k
+        k.call(self.parts.resume, k.p["a"], panel.part(part), panel.lanes("state"), k.i64(half))
 
     def take_span(self, span_start: Value, span_end: Value) -> None:
         """Takes all panels through a span, and merges its states, or leaves them."""
         k, a, last = self.k, self.a, self.last
         with k.range(0, self.panels) as i, k.when(Panel(self, i).word("high") > span_start):
-            rows = k.i64(2) if self.visibility is None else a.width + 2  # the rest is fresh to its first tile
-            clear_state(k, self.s, Panel(self, i).part("span"), rows)
+            self.begin_span(Panel(self, i), span_start)
         with k.range(span_start, span_end, TILE) as start:
             count = k.min(last - start, k.i64(TILE))
             if self.visibility is None:
@@ -128,6 +160,8 @@ class _Task(PanelWork):
                 with k.when(seen > 0):
                     self.tile(start, count)
         is_merged = k.const(1, I1) if self.s.partial else last > SPAN
+        if self.s.resumed:  # an open span is left as it is
+            is_merged = a.leaves.equals(0) | (span_end % SPAN).equals(0)
         with k.when(is_merged | self.several), k.range(0, self.panels) as i:
             panel = Panel(self, i)
             with k.when(panel.word("high") > span_start), k.either(self.several) as (leave, merge):
@@ -151,9 +185,27 @@ class _Task(PanelWork):
             is_last.set((k.fetch_add(counter, 0, 1) + 1).equals(a.parts))
             with k.when(is_last.get()), k.range(0, self.panels) as i:
                 panel = Panel(self, i)
-                with k.range(0, (panel.word("high") + (SPAN - 1)) // SPAN) as span:
+                high, first = panel.word("high"), self.first_key // SPAN
+                end = (high + (SPAN - 1)) // SPAN
+                if self.s.resumed:
+                    is_open = a.leaves.differs(0) & (high % SPAN).differs(0)
+                    end = end - k.zext(is_open, I64)
+                    with k.when(is_open):
+                        copy_state(k, self.s, self.left_state(end, i), panel.part("span"), a.value_dim + 2)
+                with k.range(first, end) as span:
                     k.call(self.parts.merge, panel.part("total"), self.left_state(span, i), a.value_dim)
         return is_last.get()
+
+    def places_of(self, query: Value, q_head: Value) -> tuple[dict[str, Value], Value]:
+        """Returns where a query of the item and of a head lies, with its results and states, and its position."""
+        k, a = self.k, self.a
+        names = "q", "out", "lse"
+        if not self.s.resumed:
+            return {name: self.row_of(name, q_head, query) for name in names}, query
+        entry = k.at(k.pointer(self.item.rows), query * ROW_AT.bytes)
+        at = {name: k.load(I64, entry, ROW_AT.offset(name)) for name in ROW_AT.names}
+        words = {x: getattr(a, x) + at[x] + q_head * getattr(a, f"{x}_head") for x in names}
+        return words | {"state": a.states + at["state"] + q_head * a.state_head}, at["position"]
 
     def pack(self, panel: Panel) -> None:
         """Finds a panel's rows and transposes its queries."""
@@ -161,8 +213,8 @@ class _Task(PanelWork):
         first = k.min(self.first + panel.i * s.panel, self.total - 1)
         row, at, of_group = (k.variable(x) for x in (first, first // a.group, first % a.group))
         with k.range(0, s.panel) as lane:
-            position, q_head = at.get(), self.head * a.group + of_group.get()
-            words = {name: self.row_of(name, q_head, position) for name in ("q", "out", "lse")}
+            query, q_head = at.get(), self.head * a.group + of_group.get()
+            words, position = self.places_of(query, q_head)
             words["lse"] = k.select(a.lse.differs(0), words["lse"], a.lse)
             words |= {"limit": self.limit(position), "head": q_head}
             words["position"] = position + self.item.start + a.k_start
@@ -171,14 +223,17 @@ class _Task(PanelWork):
             with k.when(row.get() + 1 < self.total):  # lanes past the end repeat the last row
                 next_head = of_group.get() + 1
                 row.set(row.get() + 1)
-                at.set(position + k.zext(next_head.equals(a.group), I64))
+                at.set(query + k.zext(next_head.equals(a.group), I64))
                 of_group.set(k.select(next_head.equals(a.group), k.i64(0), next_head))
         limits = panel.lanes("limit")
         k.store(k.load(I64, limits), panel.at, ENDS.offset("low"))
         k.store(k.load(I64, limits, (s.panel - 1) * 8), panel.at, ENDS.offset("high"))
         with k.when(self.in_total | (panel.word("high") <= 0)):
             clear_state(k, s, panel.part("total"), a.width + 2)
-        if self.parts.resume is not None:
+        if s.resumed:
+            with k.when(self.first_key.differs(0)):
+                self.load_state(panel, "total", 0)
+        elif self.parts.resume is not None:
             with k.when(a.begins.equals(0)):
                 k.call(self.parts.resume, k.p["a"], panel.part("total"), panel.lanes("out"), panel.lanes("lse"))
         if self.visibility is not None:
@@ -197,12 +252,22 @@ class _Task(PanelWork):
             if self.parts.leave is None:
                 self.end(panel, state, count)
             else:
-                with k.either(a.ends.differs(0)) as (end, more):
+                with k.either(a.leaves.equals(0) if s.resumed else a.ends.differs(0)) as (end, more):
                     with end:
                         self.end(panel, state, count)
                     with more:
-                        tables = panel.lanes("out"), panel.lanes("lse")
-                        k.call(self.parts.leave, k.p["a"], state, *tables, count)
+                        self.leave(panel, state, count)
+
+    def leave(self, panel: Panel, state: Value, count: Value) -> None:
+        """Stores the states of a panel's first `count` rows, which go on elsewhere."""
+        k, s = self.k, self.s
+        if not s.resumed:
+            k.call(self.parts.leave, k.p["a"], state, panel.lanes("out"), panel.lanes("lse"), count)
+            return
+        with k.when((self.last % SPAN).equals(0)):
+            clear_state(k, s, panel.part("span"), self.a.width + 2)
+        for half, part in enumerate(("total", "span")):
+            k.call(self.parts.leave, k.p["a"], panel.part(part), panel.lanes("state"), k.i64(half), count)
 
     def end(self, panel: Panel, state: Value, count: Value) -> None:
         """Joins a sink to a panel's state last, then writes its first `count` rows."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..language import conversions
 from ..language.prototypes import prototype
 from ..language.vector import I64, PTR, Function, Module, Value
-from ..memory.records import FORWARD
+from ..memory.records import FORWARD, STATE_SUMS
 from ..memory.shape import Shape
 from ..memory.words import Words
 from .prefetch import fetch_lines
@@ -21,6 +21,8 @@ from .softmax import Quotients, is_empty, log_sum_exp, merge_of
 
 class _Rows:
     """Addresses of the states of a panel's rows, from the tables of their outputs and log-sum-exps."""
+
+    words = "outs* lses*"
 
     def __init__(self, k: Function, s: Shape) -> None:
         self.k, self.s, self.a = k, s, Words(k, FORWARD, k.p["a"])
@@ -36,10 +38,24 @@ class _Rows:
         return self.k.load(I64, self.k.p[table], lane * 8)
 
 
+class _ResumedRows(_Rows):
+    """Addresses of the states that rows go on from; `half`: 0 of whole spans, 1 of the open one."""
+
+    words = "states* half"
+
+    def accumulator(self, lane: Value) -> Value:
+        of_half = self.k.p["half"] * ((self.a.state_head - STATE_SUMS) >> 1)
+        return self.k.pointer(self._word("states", lane) + of_half + STATE_SUMS)
+
+    def sums(self, lane: Value) -> Value:
+        return self.k.pointer(self._word("states", lane) + self.k.p["half"] * (2 * self.s.number_bytes))
+
+
 def load_state(module: Module, s: Shape) -> Any:
     """Loads the state of a panel: its last lanes may be one row again and again."""
-    k = module.function("load_state", prototype("a* state* outs* lses*"))
-    rows, state, width = _Rows(k, s), k.p["state"], Words(k, FORWARD, k.p["a"]).value_dim
+    of = _ResumedRows if s.resumed else _Rows
+    k = module.function("load_state", prototype(f"a* state* {of.words}"))
+    rows, state, width = of(k, s), k.p["state"], Words(k, FORWARD, k.p["a"]).value_dim
     accumulator, whole = k.at(state, 2 * s.row_bytes), width // s.lanes * s.lanes
     with k.range(0, s.vectors) as v, k.range(0, whole, s.lanes) as c:
         square = [k.load(s.vector, rows.accumulator(v * s.lanes + i), c * s.number_bytes) for i in range(s.lanes)]
@@ -57,8 +73,9 @@ def load_state(module: Module, s: Shape) -> Any:
 
 def store_state(module: Module, s: Shape) -> Any:
     """Stores the states of the first `count` lanes."""
-    k = module.function("store_state", prototype("a* state* outs* lses* count"))
-    rows, state, width = _Rows(k, s), k.p["state"], Words(k, FORWARD, k.p["a"]).value_dim
+    of = _ResumedRows if s.resumed else _Rows
+    k = module.function("store_state", prototype(f"a* state* {of.words} count"))
+    rows, state, width = of(k, s), k.p["state"], Words(k, FORWARD, k.p["a"]).value_dim
     accumulator, count = k.at(state, 2 * s.row_bytes), k.p["count"]
     with k.range(0, s.vectors) as v:
         first = v * s.lanes

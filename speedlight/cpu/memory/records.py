@@ -55,6 +55,9 @@ class Item(NamedTuple):
     rotary_at: Any  # of the second part of keys
     index: Any  # in the batch; -1: rows without a query
     pages: Any  # address of its list of pages
+    # of rows that go on from states: the first key that those have not seen, a tile's first
+    first_key: Any
+    rows: Any  # … and where its rows are (ROW_AT); to the decode kernel, bytes from the first state to its own
 
 
 ITEM = Item._make(range(len(Item._fields)))
@@ -186,8 +189,15 @@ class ForwardSizes(NamedTuple):
 
 
 # what a panel keeps of each of its queries: keys seen; addresses of the rows of q, out, lse; position, head
-LANES = Record("limit", "q", "out", "lse", "position", "head")
+LANES = Record("limit", "q", "out", "lse", "position", "head", "state")
 ENDS = Record("low", "high", *(f"pad{i}" for i in range(2, 8)))  # keys that a panel's first query sees, and its last
+
+# of a row that goes on from a state: bytes from the first of q, out and lse to its own, of its first head; bytes from
+# the first state; its position, counted from the first key
+ROW_AT = Record("q", "out", "lse", "state", "position")
+# a row's states lie side by side: running_max and running_sum of its whole spans, and of the open one, in a cache line;
+# then the accumulators of both
+STATE_SUMS = 64
 
 # of a worker; a state is a panel's running_max, running_sum, then the accumulator [width, panel]
 FORWARD_SCRATCH: Mapping[str, Callable[[ForwardSizes], int]] = {
@@ -356,13 +366,22 @@ FORWARD = Record(
     # of a partial problem: accumulators, laid as out is; [rows, 2] of running_max and running_sum, laid as lse is; and
     # whether rows begin here, with nothing, and end here, in out and lse
     "accumulators", "sums", "begins", "ends",
+    # of rows that go on from states: where these are, of the first row; bytes of a row's, and of one head's; whether
+    # they are left there again, for rows that go on
+    "states", "state_row", "state_head", "leaves",
 )  # fmt: skip
 ROTARY = slice(FORWARD.word("rotary"), FORWARD.word("rotary_column") + 1)  # new for each call, as CALL
 STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for each call, as CALL
 # put, new: a function that stores a task's new tokens before they are read, or 0, and the address of its arguments
 DECODE = Record(
-    *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new"
-)
+    *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new",
+    "states", "state_row", "state_head",  # as FORWARD has them
+)  # fmt: skip
+# new for each call, as CALL
+STATES = {
+    name: slice(record.word("states"), record.word("states") + 1)
+    for name, record in (("forward", FORWARD), ("decode", DECODE))
+}
 NEW = slice(DECODE.word("put"), DECODE.word("new") + 1)  # new for each call, as CALL
 
 BACKWARD = Record(

@@ -38,12 +38,13 @@ class Shape:
     in_parts: bool = False  # keys lie in two arrays, one behind the other
     scattered: bool = False  # rows of keys, and of values that are not staged, are read by a list of their addresses
     partial: bool = False  # of some of the keys: rows go on from a state; what flows adds to sums that are there
+    resumed: bool = False  # rows go on from the states of keys that several sequences share
 
     @property
     def stem(self) -> str:
         """The readable part of the kernel's name."""
         types = self.storage if self.widened is None else f"{self.storage}_{self.widened}"
-        marks = f"{'_partial' * self.partial}{'_dropout' * self.dropout}{'_in_parts' * self.in_parts}"
+        marks = f"{'_resumed' * self.resumed}{'_partial' * self.partial}{'_dropout' * self.dropout}{'_in_parts' * self.in_parts}"
         name = f"{self.kind}{marks}_{types}_{self.isa.name}"
         return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
 
