@@ -104,9 +104,13 @@ def _forward_schedule(
     vectors = min((3, 2, 1), key=lambda n: _blocks(rows, lanes * n) * n / wants.worth[n - 1])
     panel = lanes * vectors
     stage_keys, stage_values = _staged(problem, product, strides)
-    # a cache's values are staged where pages part a tile
+    scattered = _reads_pages(problem, product, strides)
     rows_at_once = PRODUCTS[product].rows or tiles.keys[vectors - 1]
-    sizes = _sizes(problem, isa, vectors, rows_at_once, (stage_keys, stage_values or strides.is_cached))
+    if _reads_blocks(problem, isa, product, strides):
+        scattered, stage_keys, stage_values = True, False, False
+    # a cache's values are staged where pages part a tile
+    staged = stage_keys, stage_values or (strides.is_cached and not scattered)
+    sizes = _sizes(problem, isa, vectors, rows_at_once, staged)
     scratch, fixed = placed(FORWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(PANEL, sizes)
     fits = (level2_bytes() * 5 // 8 - fixed) // panel_bytes
@@ -144,7 +148,7 @@ def _forward_schedule(
         vectors=vectors,
         parts=parts,
         partial_bytes=state_bytes if parts > 1 else 0,
-        scattered=_reads_pages(problem, product, strides),
+        scattered=scattered,
     )
 
 
@@ -154,6 +158,14 @@ def _reads_pages(problem: Problem, product: str, strides: Strides) -> bool:
         return False
     apart = strides.is_cached or strides.in_parts or strides.strided_values
     return not (apart or _staged(problem, product, strides._replace(is_paged=False))[0])
+
+
+def _reads_blocks(problem: Problem, isa: Isa, product: str, strides: Strides) -> bool:
+    """Returns whether a cache's blocks are read where they lie: they have units as these are multiplied."""
+    steps = PRODUCTS[product]
+    if not strides.is_cached or strides.is_latent or problem.quantised or isa.takes_lanes or steps.packed > 1:
+        return False
+    return steps.elements > 1 or problem.key_storage in ("f32", "f64")
 
 
 def _parts_of_blocks(problem: Problem, blocks: int, state_bytes: int, threads: int, wants: Decoding) -> int:

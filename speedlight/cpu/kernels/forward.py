@@ -308,6 +308,8 @@ class _Task(PanelWork):
     def stage_tile(self, start: Value, count: Value) -> Tile:
         """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
+        if s.reads_blocks:
+            return self.locate_tile(start, count)
         keys, values = k.at(self.keys, start * a.k_row), k.at(self.values, start * a.v_row)
         units, dim = s.packed_units(a.head_dim), a.value_dim
         k_staged, v_staged = self.part("keys"), self.part("values")
@@ -352,6 +354,21 @@ class _Task(PanelWork):
             k.select(in_keys, k_staged_row, k.select(stage_v, dim * s.number_bytes, v_row)),
             self.rest_of_keys(k_staged, stage_k, start) if s.reads_parts else None,
         )
+
+    def locate_tile(self, start: Value, count: Value) -> Tile:
+        """Returns a tile of a cache's blocks, which are read where they lie: keys by block, values by unit."""
+        k, s, a = self.k, self.s, self.a
+        keys = self.part("places")
+        blocks, values = k.at(keys, 64 * 8), k.at(keys, PLACES * 8)
+        ahead = k.min(start + count + s.fetching.rows, self.item.k_len) - start
+        self.locate(keys, "k", start, ahead)
+        self.locate(blocks, "v", start, ahead)
+        units = BLOCK // s.elements
+        steps = k.iota(units) * k.splat(s.step_bytes(a.v_row), units)
+        with k.range(0, (ahead + (BLOCK - 1)) // BLOCK) as n:
+            address = k.splat(k.load(I64, blocks, n * 8), units) + steps
+            k.store(address, values, n * (units * 8))
+        return Tile(start, count, keys, k.i64(0), values, k.i64(8))
 
     def rest_of_keys(self, staged: Value, is_staged: Value, start: Value) -> tuple[Value, Value]:
         """Returns where the second part of a tile's keys lies, and its row: in the joined rows, if these are staged."""
@@ -421,7 +438,7 @@ class _Task(PanelWork):
         # the same as numbers of keys from `first` on, where a unit begins
         start, high = tile.start + first, seen.end - first
         clear, shown, full = plain.clear - first, whole - first, seen.full - first
-        keys = k.at(tile.keys, first * tile.k_row)
+        keys = k.at(tile.keys, first // BLOCK * 8 if s.reads_blocks else first * tile.k_row)
         values = product.values_from(k, tile.values, first, tile.v_row)
         missing = [k.select(seen.end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
         scales = [k.at(x, first * 4) for x in self.scales()] if s.format.is_coded else []

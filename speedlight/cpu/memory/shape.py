@@ -36,7 +36,8 @@ class Shape:
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
     latent: bool = False  # a cache's keys lie as values do, which are their first columns
     in_parts: bool = False  # keys lie in two arrays, one behind the other
-    scattered: bool = False  # rows of keys, and of values that are not staged, are read by a list of their addresses
+    # rows (of a cache: blocks) of keys, and values that are not staged, are read by a list of their addresses
+    scattered: bool = False
     partial: bool = False  # of some of the keys: rows go on from a state; what flows adds to sums that are there
     resumed: bool = False  # rows go on from the states of keys that several sequences share
 
@@ -82,8 +83,13 @@ class Shape:
 
     @property
     def scatters_values(self) -> bool:
-        """Has values that are read by a list of addresses; units of several keys are staged."""
-        return self.scattered and self.elements == 1
+        """Has values that are read by a list of addresses; of an array, units of several keys are staged."""
+        return self.scattered and (self.elements == 1 or self.cached)
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Reads a cache's blocks of keys where they lie: unit after unit, each of BLOCK keys."""
+        return self.scattered and self.cached
 
     @property
     def reads_parts(self) -> bool:
@@ -116,7 +122,9 @@ class Shape:
         return (self.count_units(length) + (self.packed - 1)) & -self.packed
 
     def first_of_units(self, element: Any) -> Any:
-        """Returns the first element of the units that are summed together with an element's."""
+        """Returns the first element of the units that are summed, or of the block that is read, with an element's."""
+        if self.reads_blocks:
+            return element & -BLOCK
         return element if self.together == 1 else element & -(self.elements * self.together)
 
     def unit_of(self, element: Any) -> Any:

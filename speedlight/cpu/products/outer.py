@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from ..language.prototypes import prototype
 from ..language.vector import F32, PTR, Function, Module, Value, Variable, vec
+from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .packing import KeyRun
 
@@ -418,18 +419,20 @@ def score(
     vectors: Sequence[int],
     run: Callable[[Step], None],
     total: Sums | None = None,
+    unit_bytes: int = 0,
 ) -> Sums:
     """Returns scores of a register tile, [key][vector]: one chain of multiply-adds over the units for each.
 
     `rows`: of keys. run(step) takes the step through all units, and may fetch memory meanwhile. `total`: scores so far,
-    which go on over more units.
+    which go on over more units. `unit_bytes`: from a unit of a row to the next, where they do not lie side by side.
     """
     s = product.s
+    unit_bytes = unit_bytes or s.number_bytes
     total = new_sums(k, s, len(rows), len(vectors)) if total is None else total
 
     def step(t: Value, count: int = 1) -> None:
         queries = [load_panel_row(k, s, panel, t + i, vectors) for i in range(count)]
-        add_outer(product, k, total, (spread(k, s, row, t * s.number_bytes, count) for row in rows), queries)
+        add_outer(product, k, total, (spread(k, s, row, t * unit_bytes, count) for row in rows), queries)
 
     run(step)
     return total
@@ -439,6 +442,9 @@ def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
     """Stores the scores of a group of keys, from key j on; returns them, [vector][key]."""
     s, p = product.s, k.p
     last = p["n_keys"] - 1
+    if s.reads_blocks:
+        total = _block_scores(product, k, j, vectors)
+        return [_stored_scores(k, s, j, v, [row[i].get() for row in total]) for i, v in enumerate(vectors)]
     rows = [key_row(k, s, k.min(j + m, last)) for m in range(s.rows)]
     end = p["rest_unit"] if s.reads_parts else p["units"]
 
@@ -456,6 +462,32 @@ def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
         go_on = functools.partial(take_steps, k, s, end, p["units"])
         score(product, k, p["q_panel"], rows, vectors, go_on, total)
     return [_stored_scores(k, s, j, v, [row[i].get() for row in total]) for i, v in enumerate(vectors)]
+
+
+def _block_scores(product: OuterProduct, k: Function, j: Value, vectors: range) -> Sums:
+    """Returns scores of a group of keys of a cache's block, and fetches a half of the next block meanwhile.
+
+    A key past the last has the score of the one before, which the tile's facts then hold twice.
+    """
+    s, p = product.s, k.p
+    unit, place = s.stored_bytes, j // BLOCK * 8
+    block, next_block = (k.load(PTR, p["keys"], place + n) for n in (0, 8))
+    rows = [k.at(block, (j & (BLOCK - 1)) * unit + m * unit) for m in range(s.rows)]
+    share = (j & (BLOCK - 1)) // s.rows * (BLOCK * unit)
+
+    def run(step: Step) -> None:
+        def turn(t: Value) -> None:
+            if s.fetching.rows:
+                k.prefetch(k.at(next_block, t * (BLOCK * unit) + share))
+            take_two(s, step, t)
+
+        k.unrolled(0, p["units"], step, turn=turn)
+
+    total = score(product, k, p["q_panel"], rows, vectors, run, unit_bytes=BLOCK * unit)
+    for m in range(1, s.rows):
+        for one, before in zip(total[m], total[m - 1], strict=True):
+            one.set(k.select(j + m < p["n_keys"], one.get(), before.get()))
+    return total
 
 
 def key_row(k: Function, s: Shape, j: Value) -> Value:
