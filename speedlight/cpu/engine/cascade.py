@@ -6,9 +6,9 @@ both in the order of keys, so no bit of a result depends on who shares what.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,62 +82,53 @@ def _common_end(tables: Sequence[np.ndarray], limits: Sequence[int], entry: int,
     return end // TILE * TILE
 
 
-class Places(NamedTuple):
-    """Tokens of a call's queries: bytes from the first of q, out and lse to each, its state, and its position."""
-
-    table: np.ndarray  # [tokens, ROW_AT]
-    first: list[int]  # of each sequence its first token
-
-    def of(self, members: Sequence[int]) -> np.ndarray:
-        """Returns the rows of some sequences, by position."""
-        rows = np.concatenate([self.table[self.first[n] : self.first[n + 1]] for n in members])
-        return rows[np.argsort(rows[:, ROW_AT.word("position")], kind="stable")]
-
-
 def places_of(
     problem: Problem, strides: tuple[int, int], counts: Sequence[int], after: Sequence[int], tokens: Sequence[int]
-) -> Places:
-    """Locates packed queries; strides: from a token of q, and of out, to the next; tokens: of each sequence its first."""
-    first = list(itertools.accumulate(counts, initial=0))
+) -> np.ndarray:
+    """Locates packed queries, [tokens, ROW_AT].
+
+    strides: from a token of q, and of out, to the next. tokens: of each sequence its first one.
+    """
     number = np.concatenate([np.arange(at, at + n) for at, n in zip(tokens, counts, strict=True)])
     position = np.concatenate([np.arange(end - n, end) for end, n in zip(after, counts, strict=True)])
     lse, state = number_bytes(problem.storage), problem.q_heads * state_bytes(problem)
-    columns = (number * strides[0], number * strides[1], number * lse, np.arange(len(number)) * state, position)
-    return Places(np.ascontiguousarray(np.stack(columns, 1), np.int64), first)
+    columns = number * strides[0], number * strides[1], number * lse, np.arange(len(number)) * state, position
+    return np.ascontiguousarray(np.stack(columns, 1), np.int64)
 
 
 class Stage(NamedTuple):
-    """A run of a prepared call: of each of its items the sequences, and its keys."""
+    """A prepared call over runs of keys; items: its columns of the table of items (ITEM), by number."""
 
     call: Call
-    runs: list[Run]
-    lists: list[int]  # addresses of the numbers of pages
+    items: dict[int, list[int]]
+    rows: list[np.ndarray]  # of each item: their addresses are among the columns
 
 
-def run_stages(addresses: tuple[int, ...], stages: Sequence[Stage], places: Places, seed: int | None) -> None:
+def stage_of(call: Call, runs: Sequence[Run], lists: list[int], places: np.ndarray, first: Sequence[int]) -> Stage:
+    """Makes a stage of sequences' rows, by position; lists: addresses of the numbers of pages.
+
+    first: of each sequence its first token in `places`.
+    """
+    rows = []
+    for run in runs:
+        parts = [places[first[n] : first[n + 1]] for n in run.members]
+        if len(parts) > 1:
+            together = np.concatenate(parts)
+            parts = [together[np.argsort(together[:, ROW_AT.word("position")], kind="stable")]]
+        rows.append(parts[0])
+    items = {
+        ITEM.k_len: [run.end for run in runs], ITEM.first_key: [run.start for run in runs], ITEM.pages: lists,
+        ITEM.rows: [x.ctypes.data for x in rows], ITEM.start: [0] * len(runs),
+    }  # fmt: skip
+    return Stage(call, items, rows)
+
+
+def run_stages(addresses: tuple[int, ...], stages: Sequence[Stage], tokens: int, seed: int | None) -> None:
     """Runs stages one after another: each goes on from the states that those before have left."""
     problem = stages[0].call.problem
-    size = len(places.table) * problem.q_heads * state_bytes(problem)
-    scratch = take_scratch(size)
+    scratch = take_scratch(tokens * problem.q_heads * state_bytes(problem))
     try:
-        states = _address(scratch)
-        for call, runs, lists in stages:
-            rows = [places.of(run.members) for run in runs]
-            items: dict[int, Any] = {
-                ITEM.k_len: [run.end for run in runs], ITEM.first_key: [run.start for run in runs], ITEM.pages: lists,
-            }  # fmt: skip
-            if call.how.kind == "decode":  # one sequence's rows, one after another
-                firsts = np.stack([x[0] for x in rows], 1).tolist()
-                words = ITEM.q_at, ITEM.out_at, ITEM.lse_at, ITEM.rows, ITEM.start
-                items |= dict(zip(words, firsts, strict=True))
-            else:
-                items |= {ITEM.rows: [x.ctypes.data for x in rows], ITEM.start: [0] * len(runs)}
-            call.run_on(addresses, states, items, seed)
+        for call, items, _ in stages:
+            call.run_on(addresses, ctypes.addressof(scratch), items, seed)
     finally:
         give_scratch(scratch)
-
-
-def _address(scratch: Any) -> int:
-    import ctypes
-
-    return ctypes.addressof(scratch)

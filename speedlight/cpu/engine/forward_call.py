@@ -70,9 +70,8 @@ def prepare(
     form = ResultLayout.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
     lies = {"in_parts": words.get("latent_dim", 0) > 0, "resumed": leaves is not None}
     if leaves is not None:
-        words |= words_of_states(problem, how)
-        if how.kind == "forward":
-            words |= {"leaves": int(leaves), "upcoming": 0}
+        words |= {"state_head": state_bytes(problem), "leaves": int(leaves)}
+        words.pop("upcoming", None)
     if isinstance(keys, Paged):
         lies |= {"cached": keys.pages.lanes, "latent": keys.pages.latent}
     call = Call(problem, how, words, items, form, **lies)
@@ -141,7 +140,7 @@ class Call:
         threads = threads_for(seconds, how.threads, wants)
         if self.sinks is not None:
             words |= {"sinks": self.sinks.ctypes.data}
-        if words.get("upcoming"):
+        if "upcoming" in words:
             words["upcoming"] = threads
         self.launch = Launch(
             _shape(problem, how, program, cached=cached, latent=latent, in_parts=in_parts, resumed=resumed),
@@ -387,12 +386,6 @@ def words_of_problem(problem: Problem, lse_rows: int) -> dict[str, int]:
 def state_bytes(problem: Problem) -> int:
     """Returns the bytes of the states of a row of one head, of whole spans and of the open one."""
     return STATE_SUMS + 2 * (-(-problem.value_dim * number_bytes(problem.storage) // 64) * 64)
-
-
-def words_of_states(problem: Problem, how: Schedule) -> dict[str, int]:
-    """Returns the words that say how the states lie that rows go on from."""
-    head = state_bytes(problem)
-    return {"state_head": head, "state_row": problem.q_heads * head}
 
 
 def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[str, int]:

@@ -68,7 +68,7 @@ def schedule(
 
     leaves: for rows of several sequences, whose states are left.
     """
-    if _decodes(problem, isa, strides) and not leaves:
+    if _decodes(problem, isa, strides):
         return _decode_schedule(problem, isa, threads, strides.heads_adjoin, tuning)
     return _forward_schedule(problem, isa, threads, strides, tuning, leaves=leaves)
 

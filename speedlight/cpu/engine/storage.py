@@ -35,7 +35,7 @@ from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.repeating import functions
 from ..runtime.workers import get_threads, machine
 from .append_call import AppendCall, Blocks, New
-from .cascade import MOST_ROWS, Run, Stage, places_of, run_stages, shared_runs
+from .cascade import MOST_ROWS, Run, Stage, places_of, run_stages, shared_runs, stage_of
 from .forward_call import Call, prepare
 from .schedule import DECODE_ROWS
 from .steps import Steps
@@ -457,6 +457,7 @@ class PoolStorage(BlockStorage):
             self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row, latent=latent)
             self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
+        self._last: Any = (None, None)  # what the last batch shares, and how it is taken
 
     def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
         """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
@@ -529,9 +530,9 @@ class PoolStorage(BlockStorage):
         first = list(itertools.accumulate(batch.counts, initial=0))
         addresses = (q.address, *self.addresses[layer], results.out.address, results.lse_address)
         for which in self._by_kernel(q.shape[1], batch.counts):
-            shared = self._shared(q, batch, which, options)
-            if shared:
-                self._attend_shared(addresses, q, batch, which, options, results.out.strides, shared)
+            cascade = self._cascade(q, batch, which, options, results.out.strides)
+            if cascade is not None:
+                run_stages(addresses, *cascade, options.seed_word())
                 continue
             counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
@@ -545,37 +546,53 @@ class PoolStorage(BlockStorage):
         tables = batch.tables
         return len({x.numbers.item(0) for x in tables}) < len(tables)
 
-    def _shared(self, q: Array, batch: Batch, which: list[int], options: Options) -> list[list[Run]]:
-        """Finds what some sequences share, and may see together; by index in `which`."""
+    def _cascade(
+        self, q: Array, batch: Batch, which: list[int], options: Options, out_strides: tuple[int, ...]
+    ) -> tuple[list[Stage], int] | None:
+        """Returns the stages in which sequences that share pages are taken, and the tokens of their queries.
+
+        None where sharing saves nothing. The last answer is kept, for a model's next layer.
+        """
         group = max(1, q.shape[1] // self.shape.kv_heads)
         if len(which) < 2 or options.dropout or max([batch.counts[i] for i in which]) * group > MOST_ROWS:
-            return []
-        limits = [(batch.after[i] - batch.counts[i]) // TILE * TILE for i in which]
+            return None
+        tables, counts, after = ([x[i] for i in which] for x in (batch.tables, batch.counts, batch.after))
+        limits = [(end - n) // TILE * TILE for end, n in zip(after, counts, strict=True)]
+        known = options.key()
+        key = which, counts, after, tables, q.shape, q.strides, q.dtype, out_strides, known, machine()
+        last, found = self._last
+        if last == key:
+            return found
         entry = BLOCK if self.kernel_pages.lanes else self.page_size
-        return shared_runs([batch.tables[i].numbers for i in which], limits, entry)
+        shared, found = shared_runs([x.numbers for x in tables], limits, entry), None
+        if shared:
+            first = list(itertools.accumulate(batch.counts, initial=0))
+            tokens = [first[i] for i in which]
+            found = self._stages(q, shared, (tables, counts, after, tokens), options, out_strides), sum(counts)
+        if known is not None:
+            self._last = key, found
+        return found
 
-    def _attend_shared(
-        self, addresses: tuple[int, ...], q: Array, batch: Batch, which: list[int], options: Options,
-        out_strides: tuple[int, ...], shared: list[list[Run]],
-    ) -> None:  # fmt: skip
-        """Takes sequences through the keys that they share together, then each through its own."""
-        first = list(itertools.accumulate(batch.counts, initial=0))
-        counts, after, lists = ([x[i] for i in which] for x in (batch.counts, batch.after, batch.tables))
-        ends = [0] * len(which)
+    def _stages(
+        self, q: Array, shared: list[list[Run]], sequences: tuple[list[Any], ...], options: Options,
+        out_strides: tuple[int, ...],
+    ) -> list[Stage]:  # fmt: skip
+        """Prepares the stages of sequences: the keys that they share, then each one's own."""
+        tables, counts, after, tokens = sequences
+        ends = [0] * len(counts)
         for run in itertools.chain(*shared):
             for n in run.members:
                 ends[n] = run.end
         own = [Run(start, end, (n,)) for n, (start, end) in enumerate(zip(ends, after, strict=True))]
-        spans = spans_of(max(after))
-        stages = []
+        first, places, stages = list(itertools.accumulate(counts, initial=0)), None, []
         for runs in (*shared, own):
             rows = [sum([counts[n] for n in run.members]) for run in runs]
-            tables = [lists[run.members[0]].address for run in runs]
-            call = self._stage_of(q, rows, tables, options, out_strides, spans, leaves=runs is not own)
-            stages.append(Stage(call, runs, tables))
-        tokens = [first[i] for i in which]
-        places = places_of(stages[0].call.problem, (q.strides[0], out_strides[0]), counts, after, tokens)
-        run_stages(addresses, stages, places, options.seed_word())
+            lists = [tables[run.members[0]].address for run in runs]
+            call = self._stage_of(q, rows, lists, options, out_strides, spans_of(max(after)), leaves=runs is not own)
+            if places is None:
+                places = places_of(call.problem, (q.strides[0], out_strides[0]), counts, after, tokens)
+            stages.append(stage_of(call, runs, lists, places, first))
+        return stages
 
     def _stage_of(
         self, q: Array, counts: list[int], lists: list[int], options: Options, out_strides: tuple[int, ...], spans: int,

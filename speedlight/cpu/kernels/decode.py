@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from ...problem.problem import SPAN, TILE
-from ..language.vector import I64, Function, Module, Value
-from ..memory.records import BLOCK, PLACES, ROW, STATE_SUMS
+from ..language.vector import I1, I64, Function, Module, Value
+from ..memory.records import BLOCK, PLACES, ROW, ROW_AT, STATE_SUMS
 from ..memory.shape import Shape
 from ..products.product import product_of
 from .addresses import locate
@@ -112,16 +113,27 @@ class _Task(Work):
 
     def position(self, r: Value) -> Value:
         """Returns the position of a row's query."""
-        return self.item.start + r // self.group + self.a.k_start
+        return self.item.start + self.place_in_item(r) + self.a.k_start
+
+    def place_in_item(self, r: Value) -> Value:
+        """Returns the position of a row's query, counted from the item's first one."""
+        return self.place(r, "position") if self.s.resumed else r // self.group
+
+    def place(self, r: Value, name: str) -> Value:
+        """Returns a word of a row that goes on from a state (ROW_AT)."""
+        return self.k.load(I64, self.k.pointer(self.item.rows), r // self.group * ROW_AT.bytes + ROW_AT.offset(name))
 
     def query(self, name: str, r: Value) -> Value:
         """Address of a row of q, out or lse."""
         head = self.head * self.group + r % self.group
+        if self.s.resumed:
+            at = getattr(self.a, name) + self.place(r, name) + head * getattr(self.a, f"{name}_head")
+            return self.k.pointer(at)
         return self.k.pointer(self.row_of(name, head, r // self.group))
 
     def row_limit(self, r: Value) -> Value:
         """Counts the keys that a row sees."""
-        return self.limit(r // self.group)
+        return self.limit(self.place_in_item(r))
 
     def run(self) -> None:
         """Takes all rows through a share of the spans; merges these, or leaves their states to the last task."""
@@ -130,12 +142,14 @@ class _Task(Work):
             with k.when(a.put.differs(0)):
                 call_at(k, a.put, k.pointer(a.new), k.p["number"])
         self.pack()
-        last = k.select(self.rows > 0, self.row_limit(self.rows - 1), k.i64(0))
+        last = k.select(self.rows > 0, self.row_limit(k.max(self.rows - 1, k.i64(0))), k.i64(0))
         spans, seen = (last + (SPAN - 1)) // SPAN, self.first_key // SPAN
         first, end = (seen + (spans - seen) * x // blocks for x in (self.share, self.share + 1))
         alone = blocks.equals(1)
         # nothing is merged: what its span leaves is the end
-        single = alone & (spans <= 1) & self.first_key.equals(0)
+        single = alone & (spans <= 1)
+        if self.s.resumed:
+            single = single & self.first_key.equals(0) & a.leaves.equals(0)
         self.state, self.spare = k.select(single, self.span, self.total), k.select(single, self.total, self.span)
         self.begin(self.state, self.first_key.differs(0), 0)
         states = self.all_rows * self.state_row  # bytes of what a span leaves
@@ -151,14 +165,36 @@ class _Task(Work):
                 self.score_together(tile, count)
                 with self.each_head():
                     self.trimmed_tile(tile, count)
+            is_merged = single ^ 1
+            if self.s.resumed:  # an open span is left as it is
+                is_merged = is_merged & (a.leaves.equals(0) | (stop % SPAN).equals(0))
             with k.either(alone) as (merge, leave):
-                with merge, k.when(single ^ 1):
+                with merge, k.when(is_merged):
                     self.merge(self.span)
                 with leave, k.range(0, states, 8) as byte:
                     k.store(k.load(I64, self.span, byte), k.at(shared, start // SPAN * states), byte)
-        finished = self.merge_shares(alone, shared, spans, states)
-        with k.when(finished), self.each_head(), k.range(0, self.rows) as r:
-            self.finish(r)
+        is_open = k.const(0, I1)
+        if self.s.resumed:
+            is_open = a.leaves.differs(0) & (last % SPAN).differs(0)
+        finished = self.merge_shares(alone, shared, spans, states, is_open)
+        with k.when(finished):
+            self.end(is_open)
+
+    def end(self, is_open: Value) -> None:
+        """Writes the results of all rows, or leaves their states; is_open: with a span that is not merged."""
+        k = self.k
+        if not self.s.resumed:
+            with self.each_head(), k.range(0, self.rows) as r:
+                self.finish(r)
+            return
+        with k.either(self.a.leaves.equals(0)) as (end, leave):
+            with end, self.each_head(), k.range(0, self.rows) as r:
+                self.finish(r)
+            with leave:
+                with k.when(is_open ^ 1):
+                    self.clear(self.span)
+                self.move_states(self.total, 0, to_memory=True)
+                self.move_states(self.span, 1, to_memory=True)
 
     @contextlib.contextmanager
     def spans_of_share(self, first: Value, end: Value, last: Value) -> Iterator[tuple[Value, Value]]:
@@ -179,37 +215,48 @@ class _Task(Work):
             return
         with k.either(goes_on) as (load, clear):
             with load:
-                self.load_states(states, half)
+                self.move_states(states, half, to_memory=False)
             with clear:
                 self.clear(states)
 
-    def load_states(self, states: Value, half: int) -> None:
-        """Loads the states that rows go on from."""
+    def move_states(self, states: Value, half: int, *, to_memory: bool) -> None:
+        """Moves the states of rows that go on: of whole spans (0), or of the open one (1)."""
         k, s, a = self.k, self.s, self.a
         of_half = half * ((a.state_head - STATE_SUMS) >> 1) + STATE_SUMS
+
+        def move(kind: Any, memory: Value, at: Value | int, state: Value, slot: Value | int) -> None:
+            if to_memory:
+                k.store(k.load(kind, state, slot), memory, at)
+            else:
+                k.store(k.load(kind, memory, at), state, slot)
+
         with self.each_head(), k.range(0, self.rows) as r:
             q_head = self.head * self.group + r % self.group
-            row = a.states + self.item.rows + r // self.group * a.state_row + q_head * a.state_head
-            to = k.at(states, self.state_at + r * self.state_row)
+            memory = k.pointer(a.states + self.place(r, "state") + q_head * a.state_head)
+            state = k.at(states, self.state_at + r * self.state_row)
             for n in (0, 1):
-                k.store(k.load(s.number, k.pointer(row), (2 * half + n) * s.number_bytes), to, n * s.number_bytes)
+                move(s.number, memory, (2 * half + n) * s.number_bytes, state, n * s.number_bytes)
             with k.range(0, self.slots) as slot:
                 column = k.min(slot * s.lanes, self.value_dim - s.lanes)
-                x = k.load(s.vector, k.pointer(row + of_half), column * s.number_bytes)
-                k.store(x, to, (slot + 1) * s.vector_bytes)
+                move(s.vector, k.at(memory, of_half), column * s.number_bytes, state, (slot + 1) * s.vector_bytes)
 
-    def merge_shares(self, alone: Value, shared: Value, spans: Value, states: Value) -> Value:
+    def merge_shares(self, alone: Value, shared: Value, spans: Value, states: Value, is_open: Value) -> Value:
         """Returns whether this task ends its heads: it is alone, or comes last, and then merges all spans in order.
 
-        shared: where tasks leave what each span has seen, `states` bytes apart.
+        shared: where tasks leave what each span has seen, `states` bytes apart. is_open: the last one is not merged.
         """
         k, blocks = self.k, self.item.blocks
         finished = k.variable(alone)
         with k.when(alone ^ 1):
             counter = k.pointer(self.a.arrived + k.p["number"] // blocks * 8)
             finished.set((k.fetch_add(counter, 0, 1) + 1).equals(blocks))
-            with k.when(finished.get()), k.range(self.first_key // SPAN, spans) as span:
-                self.merge(k.at(shared, span * states))
+            with k.when(finished.get()):
+                whole = spans - k.zext(is_open, I64)
+                with k.range(self.first_key // SPAN, whole) as span:
+                    self.merge(k.at(shared, span * states))
+                if self.s.resumed:
+                    with k.when(is_open), k.range(0, states, 8) as byte:
+                        k.store(k.load(I64, shared, whole * states + byte), self.span, byte)
         return finished.get()
 
     def every_box(self) -> Box:

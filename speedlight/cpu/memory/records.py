@@ -55,9 +55,9 @@ class Item(NamedTuple):
     rotary_at: Any  # of the second part of keys
     index: Any  # in the batch; -1: rows without a query
     pages: Any  # address of its list of pages
-    # of rows that go on from states: the first key that those have not seen, a tile's first
+    # of rows that go on from states: the first key that those have not seen, a tile's first; where the rows are (ROW_AT)
     first_key: Any
-    rows: Any  # … and where its rows are (ROW_AT); to the decode kernel, bytes from the first state to its own
+    rows: Any
 
 
 ITEM = Item._make(range(len(Item._fields)))
@@ -366,16 +366,16 @@ FORWARD = Record(
     # of a partial problem: accumulators, laid as out is; [rows, 2] of running_max and running_sum, laid as lse is; and
     # whether rows begin here, with nothing, and end here, in out and lse
     "accumulators", "sums", "begins", "ends",
-    # of rows that go on from states: where these are, of the first row; bytes of a row's, and of one head's; whether
-    # they are left there again, for rows that go on
-    "states", "state_row", "state_head", "leaves",
+    # of rows that go on from states: where the first one's are, bytes of those of one head, and whether they are left
+    # there again, for rows that go on
+    "states", "state_head", "leaves",
 )  # fmt: skip
 ROTARY = slice(FORWARD.word("rotary"), FORWARD.word("rotary_column") + 1)  # new for each call, as CALL
 STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for each call, as CALL
 # put, new: a function that stores a task's new tokens before they are read, or 0, and the address of its arguments
 DECODE = Record(
     *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new",
-    "states", "state_row", "state_head",  # as FORWARD has them
+    "states", "state_head", "leaves",  # as FORWARD has them
 )  # fmt: skip
 # new for each call, as CALL
 STATES = {
