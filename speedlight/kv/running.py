@@ -86,7 +86,8 @@ def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
         if query is None:
             step.store(places, batch.before, store, lists)
             return None
-        if step.fits(batch.after) and not storage.may_share(batch):
+        if step.fits(batch.after):
+            step = storage.together(step, query.given[0], batch, query.options)
             return step.run(
                 query.given[0], places, return_lse=query.return_lse, seed=query.options.seed_word(),
                 lengths=batch.after, lists=lists, store=store,

@@ -132,9 +132,11 @@ class AppendCall:
         return self.launch.size
 
     def start(
-        self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None
+        self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None, *, first: bool = False
     ) -> tuple[Kernel, Any] | None:
         """Stores them, or returns the kernel with which tasks store them, and its arguments, to be held meanwhile.
+
+        first: they are stored before any task begins.
 
         What lies at the first two addresses, of keys and values, goes into the blocks at the other two. slots: of each
         sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do not lie side by
@@ -148,7 +150,7 @@ class AppendCall:
         words[_SLOTS] = slots
         if lists is not None:
             words[_LISTS] = lists
-        if self.within:
+        if self.within and not first:
             return launch.kernel, words
         launch.run(words)
         return None

@@ -7,19 +7,21 @@ both in the order of keys, so no bit of a result depends on who shares what.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from operator import sub
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...host.machine import number_bytes
+from ...problem.prepared import addresses_in
 from ...problem.problem import TILE, Problem
 from ..memory.records import ITEM, ROW_AT
 from ..runtime.launch import give_scratch, take_scratch
 from .forward_call import Call, state_bytes
 
-LEAST = 512  # tokens that sharing saves from being read again, at least
-MOST_ROWS = 64  # of a kv head and a sequence: more are no faster together
+LEAST_SECONDS = 100e-6  # that a run saves, at least: about what it takes to find it
+LEAST_RATIO = 1.1  # of the time without it to the time with it
 
 
 class Run(NamedTuple):
@@ -30,55 +32,58 @@ class Run(NamedTuple):
     members: tuple[int, ...]
 
 
-def shared_runs(tables: Sequence[np.ndarray], limits: Sequence[int], entry: int) -> list[list[Run]]:
-    """Finds the runs of keys that sequences share, those of one depth together; a run follows the one before it.
+class Sequences(NamedTuple):
+    """Sequences of a call: of each the numbers of its pages, and the tokens that it may share."""
 
-    tables: of each sequence the numbers of its pages. limits: tokens of each that may be shared. entry: tokens of a
-    page.
-    """
+    tables: list[np.ndarray]
+    limits: list[int]
+    page_size: int
+    seconds: Callable[[int], float]  # of a key that is shown to the rows of so many sequences
+
+
+def shared_runs(of: Sequences) -> list[list[Run]]:
+    """Finds the runs of keys that sequences share, those of one depth together; a run follows the one before it."""
     found: list[list[Run]] = []
-    members = [n for n, limit in enumerate(limits) if limit >= TILE]
-    if len(members) < 2:
-        return found
-    firsts = [tables[n].item(0) for n in members]
-    if len({*firsts}) < len(firsts):
-        _split(tables, limits, entry, (0, 0), members, found, 0)
+    members = [n for n, limit in enumerate(of.limits) if limit >= TILE]
+    if len(members) > 1 and len({of.tables[n].item(0) for n in members}) < len(members):
+        _split(of, members, 0, 0, found, 0)
     return found
 
 
-def _split(
-    tables: Sequence[np.ndarray], limits: Sequence[int], entry: int, at: tuple[int, int], members: list[int],
-    found: list[list[Run]], depth: int,
-) -> None:  # fmt: skip
-    """Adds the runs of sequences whose keys are the same up to a token, and seen up to another; at: these two."""
-    same, seen = at
+def _split(of: Sequences, members: list[int], same: int, seen: int, found: list[list[Run]], depth: int) -> None:
+    """Adds the runs of sequences whose keys are the same up to a token, and seen already up to another."""
     alike: dict[bytes, list[int]] = {}
-    first, last = same // entry, -(-(same + TILE) // entry)
+    first, last = same // of.page_size, -(-(same + TILE) // of.page_size)
     for n in members:
-        if limits[n] >= same + TILE:
-            alike.setdefault(tables[n][first:last].tobytes(), []).append(n)
+        if of.limits[n] >= same + TILE:
+            alike.setdefault(of.tables[n][first:last].tobytes(), []).append(n)
     for group in alike.values():
         if len(group) < 2:
             continue
-        end = _common_end(tables, limits, entry, same, group)
-        if (end - seen) * (len(group) - 1) < LEAST:
-            _split(tables, limits, entry, (end, seen), group, found, depth)
+        end = _common_end(of, group, same)
+        if not _is_worth(of, end - seen, len(group)):
+            _split(of, group, end, seen, found, depth)
             continue
         if len(found) == depth:
             found.append([])
         found[depth].append(Run(seen, end, tuple(group)))
-        _split(tables, limits, entry, (end, end), group, found, depth + 1)
+        _split(of, group, end, end, found, depth + 1)
 
 
-def _common_end(tables: Sequence[np.ndarray], limits: Sequence[int], entry: int, same: int, group: list[int]) -> int:
-    """Returns the token, a tile's first, up to which the keys of some sequences are the same."""
-    end = min([limits[n] for n in group])
-    model = tables[group[0]]
+def _is_worth(of: Sequences, tokens: int, members: int) -> bool:
+    """Returns whether so many keys are faster seen by the rows of all these sequences together."""
+    apart, together = members * of.seconds(1), of.seconds(members)
+    return apart > LEAST_RATIO * together and tokens * (apart - together) > LEAST_SECONDS
+
+
+def _common_end(of: Sequences, group: list[int], same: int) -> int:
+    """Returns the first token of a tile, up to which the keys of some sequences are the same."""
+    end, model, first = min([of.limits[n] for n in group]), of.tables[group[0]], same // of.page_size
     for n in group[1:]:
-        first, last = same // entry, -(-end // entry)
-        differs = model[first:last] != tables[n][first:last]
-        at = int(differs.argmax()) if differs.any() else last - first
-        end = min(end, (first + at) * entry)
+        last = -(-end // of.page_size)
+        differs = model[first:last] != of.tables[n][first:last]
+        if differs.any():
+            end = min(end, (first + int(differs.argmax())) * of.page_size)
     return end // TILE * TILE
 
 
@@ -121,6 +126,26 @@ def stage_of(call: Call, runs: Sequence[Run], lists: list[int], places: np.ndarr
         ITEM.rows: [x.ctypes.data for x in rows], ITEM.start: [0] * len(runs),
     }  # fmt: skip
     return Stage(call, items, rows)
+
+
+class Together:
+    """A prepared call in stages, in place of one in which sequences are apart: it runs for the same arrays."""
+
+    record = None  # machine code does not run it
+
+    def __init__(self, call: Call, stages: Sequence[Stage], tokens: int) -> None:
+        self.result_layout, self.put, self.stages, self.tokens = call.result_layout, call.put, stages, tokens
+
+    def run_again(
+        self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int], lists: Sequence[int],
+        store: tuple[int, int], arrays: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Runs for arrays at other places, as Call.run_again() does."""
+        at = addresses_in(places)
+        if self.put is not None:
+            before = list(map(sub, lengths, self.put.counts))
+            self.put.start((at[1], at[2], *store), before, [*lists], first=True)
+        run_stages((at[0], *store, out, lse), self.stages, self.tokens, seed)
 
 
 def run_stages(addresses: tuple[int, ...], stages: Sequence[Stage], tokens: int, seed: int | None) -> None:

@@ -261,6 +261,16 @@ def _unused(problem: Problem) -> list[int]:
     )
 
 
+def seconds_of_key(problem: Problem, isa: Isa, rows: int, tuning: Tuning) -> float:
+    """Guesses how long one thread takes to show a key of every kv head to so many query rows of each."""
+    product = product_name(problem, isa)
+    wants, lanes = tuning.blockings[product], isa.lanes(problem.storage)
+    fills = [wants.worth[n - 1] * rows / (-(-rows // (n * lanes)) * n * lanes) for n in (1, 2, 3)]
+    rate = tuning.threading.flops * PRODUCTS[product].elements * (1.0 if rows < DECODE_ROWS else max(fills))
+    flops = 2 * rows * problem.kv_heads * (problem.head_dim + problem.value_dim)
+    return max(token_bytes(problem) / tuning.threading.read_bytes, flops / rate)
+
+
 # --- few rows
 
 

@@ -6,6 +6,7 @@ to a first chunk where that lies (`attends_new`).
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from abc import abstractmethod
@@ -17,8 +18,9 @@ import numpy as np
 from ...arrays.array import describe
 from ...arrays.dtypes import CODES, numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
-from ...host.machine import current_isa
+from ...host.machine import Isa, current_isa
 from ...host.shortcuts import address_of
+from ...host.tunings import Tuning
 from ...problem.build import from_stored
 from ...problem.operands import Dense, Rows
 from ...problem.option_keys import key_of_traced
@@ -33,11 +35,12 @@ from ..memory.blocks import LARGE_PAGE, make_stores
 from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.repeating import functions
+from ..runtime.tuned import tuning_of
 from ..runtime.workers import get_threads, machine
 from .append_call import AppendCall, Blocks, New
-from .cascade import MOST_ROWS, Run, Stage, places_of, run_stages, shared_runs, stage_of
+from .cascade import Run, Sequences, Stage, Together, places_of, run_stages, shared_runs, stage_of
 from .forward_call import Call, prepare
-from .schedule import DECODE_ROWS
+from .schedule import DECODE_ROWS, seconds_of_key
 from .steps import Steps
 
 _ALL = slice(None)
@@ -172,6 +175,10 @@ class BlockStorage(Storage):
         """
         keys, *values = [x.parts(where, n) for x in self.stores[layer]]
         return keys, values[0] if values else []
+
+
+def _seconds_of_rows(problem: Problem, isa: Isa, tuning: Tuning, rows: int, sequences: int) -> float:
+    return seconds_of_key(problem, isa, rows * sequences, tuning)
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -541,10 +548,21 @@ class PoolStorage(BlockStorage):
             more: Any = (options.seed_word(), lengths, lists) if any_lengths else ()
             call.run(*addresses, *more)
 
-    def may_share(self, batch: Batch) -> bool:
-        """Returns whether two sequences begin with the same page."""
+    def together(self, step: Prepared, q: Any, batch: Batch, options: Options) -> Prepared:
+        """Returns a step, or in its place one in which sequences are taken together, if that is faster.
+
+        q: as the caller has it.
+        """
         tables = batch.tables
-        return len({x.numbers.item(0) for x in tables}) < len(tables)
+        if len({x.numbers.item(0) for x in tables}) == len(tables):
+            return step
+        rows, which = describe(q, "q"), [*range(len(tables))]
+        stages = self._cascade(rows, batch, which, options, _out_strides(rows, self.shape.value_dim))
+        if stages is None:
+            return step
+        step = copy.copy(step)
+        step.call = Together(step.call, *stages)
+        return step
 
     def _cascade(
         self, q: Array, batch: Batch, which: list[int], options: Options, out_strides: tuple[int, ...]
@@ -553,22 +571,27 @@ class PoolStorage(BlockStorage):
 
         None where sharing saves nothing. The last answer is kept, for a model's next layer.
         """
-        group = max(1, q.shape[1] // self.shape.kv_heads)
-        if len(which) < 2 or options.dropout or max([batch.counts[i] for i in which]) * group > MOST_ROWS:
-            return None
         tables, counts, after = ([x[i] for i in which] for x in (batch.tables, batch.counts, batch.after))
-        limits = [(end - n) // TILE * TILE for end, n in zip(after, counts, strict=True)]
+        if options.dropout or len({x.numbers.item(0) for x in tables}) == len(tables):
+            return None
         known = options.key()
         key = which, counts, after, tables, q.shape, q.strides, q.dtype, out_strides, known, machine()
         last, found = self._last
         if last == key:
             return found
-        entry = BLOCK if self.kernel_pages.lanes else self.page_size
-        shared, found = shared_runs([x.numbers for x in tables], limits, entry), None
-        if shared:
-            first = list(itertools.accumulate(batch.counts, initial=0))
-            tokens = [first[i] for i in which]
-            found = self._stages(q, shared, (tables, counts, after, tokens), options, out_strides), sum(counts)
+        first, found = list(itertools.accumulate(batch.counts, initial=0)), None
+        tokens = [first[i] for i in which]
+        part = _Part(tuple(which), tuple(counts), tuple(tokens), after)
+        problem = self._call_of(q, part, [x.address for x in tables], options, out_strides)[0].problem
+        uses = frozenset[str]().union(*[x.uses for x in problem.roots if x is not None])
+        if "b" not in uses:
+            rows, tuning = max(counts) * problem.group, tuning_of(self.isa)
+            limits = [(end - n) // TILE * TILE for end, n in zip(after, counts, strict=True)]
+            entry = BLOCK if self.kernel_pages.lanes else self.page_size
+            seconds = functools.partial(_seconds_of_rows, problem, self.isa, tuning, rows)
+            shared = shared_runs(Sequences([x.numbers for x in tables], limits, entry, seconds))
+            if shared:
+                found = self._stages(q, shared, (tables, counts, after, tokens), options, out_strides), sum(counts)
         if known is not None:
             self._last = key, found
         return found
