@@ -145,6 +145,7 @@ def _repeat(
     lengths = list(tables.lengths)
     if len(lengths) != len(prepared.counts) or not prepared.fits(lengths):
         return key, None
+    prepared = cpu.together(prepared, tables, k_pages.shape[1])
     more: Any = {"return_lse": return_lse, "seed": options.seed_word(), "lengths": lengths, "lists": tables.addresses()}
     at = 0 if into is None else addresses_in(into[1])[0]
     return key, prepared.run(q, read[1], out=out, at=at, **more)

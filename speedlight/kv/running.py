@@ -87,7 +87,7 @@ def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
             step.store(places, batch.before, store, lists)
             return None
         if step.fits(batch.after):
-            step = storage.together(step, query.given[0], batch, query.options)
+            step = storage.together(step, batch)
             return step.run(
                 query.given[0], places, return_lse=query.return_lse, seed=query.options.seed_word(),
                 lengths=batch.after, lists=lists, store=store,

@@ -6,22 +6,31 @@ both in the order of keys, so no bit of a result depends on who shares what.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...host.machine import number_bytes
-from ...problem.prepared import addresses_in
-from ...problem.problem import TILE, Problem
+from ...problem.prepared import CallKey, Prepared, addresses_in, prepared_calls
+from ...problem.problem import TILE
 from ..memory.records import ITEM, ROW_AT
 from ..runtime.launch import give_scratch, take_scratch
 from .forward_call import Call, state_bytes
+from .schedule import seconds_of_key
 
 LEAST_SECONDS = 100e-6  # that a run saves, at least: about what it takes to find it
 LEAST_RATIO = 1.1  # of the time without it to the time with it
+
+
+class PageLists(NamedTuple):
+    """Pages of sequences: of each their numbers, and where these lie."""
+
+    numbers: Sequence[np.ndarray]
+    addresses: list[int]
+    page_size: int
 
 
 class Run(NamedTuple):
@@ -32,75 +41,6 @@ class Run(NamedTuple):
     members: tuple[int, ...]
 
 
-class Sequences(NamedTuple):
-    """Sequences of a call: of each the numbers of its pages, and the tokens that it may share."""
-
-    tables: list[np.ndarray]
-    limits: list[int]
-    page_size: int
-    seconds: Callable[[int], float]  # of a key that is shown to the rows of so many sequences
-
-
-def shared_runs(of: Sequences) -> list[list[Run]]:
-    """Finds the runs of keys that sequences share, those of one depth together; a run follows the one before it."""
-    found: list[list[Run]] = []
-    members = [n for n, limit in enumerate(of.limits) if limit >= TILE]
-    if len(members) > 1 and len({of.tables[n].item(0) for n in members}) < len(members):
-        _split(of, members, 0, 0, found, 0)
-    return found
-
-
-def _split(of: Sequences, members: list[int], same: int, seen: int, found: list[list[Run]], depth: int) -> None:
-    """Adds the runs of sequences whose keys are the same up to a token, and seen already up to another."""
-    alike: dict[bytes, list[int]] = {}
-    first, last = same // of.page_size, -(-(same + TILE) // of.page_size)
-    for n in members:
-        if of.limits[n] >= same + TILE:
-            alike.setdefault(of.tables[n][first:last].tobytes(), []).append(n)
-    for group in alike.values():
-        if len(group) < 2:
-            continue
-        end = _common_end(of, group, same)
-        if not _is_worth(of, end - seen, len(group)):
-            _split(of, group, end, seen, found, depth)
-            continue
-        if len(found) == depth:
-            found.append([])
-        found[depth].append(Run(seen, end, tuple(group)))
-        _split(of, group, end, end, found, depth + 1)
-
-
-def _is_worth(of: Sequences, tokens: int, members: int) -> bool:
-    """Returns whether so many keys are faster seen by the rows of all these sequences together."""
-    apart, together = members * of.seconds(1), of.seconds(members)
-    return apart > LEAST_RATIO * together and tokens * (apart - together) > LEAST_SECONDS
-
-
-def _common_end(of: Sequences, group: list[int], same: int) -> int:
-    """Returns the first token of a tile, up to which the keys of some sequences are the same."""
-    end, model, first = min([of.limits[n] for n in group]), of.tables[group[0]], same // of.page_size
-    for n in group[1:]:
-        last = -(-end // of.page_size)
-        differs = model[first:last] != of.tables[n][first:last]
-        if differs.any():
-            end = min(end, (first + int(differs.argmax())) * of.page_size)
-    return end // TILE * TILE
-
-
-def places_of(
-    problem: Problem, strides: tuple[int, int], counts: Sequence[int], after: Sequence[int], tokens: Sequence[int]
-) -> np.ndarray:
-    """Locates packed queries, [tokens, ROW_AT].
-
-    strides: from a token of q, and of out, to the next. tokens: of each sequence its first one.
-    """
-    number = np.concatenate([np.arange(at, at + n) for at, n in zip(tokens, counts, strict=True)])
-    position = np.concatenate([np.arange(end - n, end) for end, n in zip(after, counts, strict=True)])
-    lse, state = number_bytes(problem.storage), problem.q_heads * state_bytes(problem)
-    columns = number * strides[0], number * strides[1], number * lse, np.arange(len(number)) * state, position
-    return np.ascontiguousarray(np.stack(columns, 1), np.int64)
-
-
 class Stage(NamedTuple):
     """A prepared call over runs of keys; items: its columns of the table of items (ITEM), by number."""
 
@@ -109,32 +49,35 @@ class Stage(NamedTuple):
     rows: list[np.ndarray]  # of each item: their addresses are among the columns
 
 
-def stage_of(call: Call, runs: Sequence[Run], lists: list[int], places: np.ndarray, first: Sequence[int]) -> Stage:
-    """Makes a stage of sequences' rows, by position; lists: addresses of the numbers of pages.
-
-    first: of each sequence its first token in `places`.
-    """
-    rows = []
-    for run in runs:
-        parts = [places[first[n] : first[n + 1]] for n in run.members]
-        if len(parts) > 1:
-            together = np.concatenate(parts)
-            parts = [together[np.argsort(together[:, ROW_AT.word("position")], kind="stable")]]
-        rows.append(parts[0])
-    items = {
-        ITEM.k_len: [run.end for run in runs], ITEM.first_key: [run.start for run in runs], ITEM.pages: lists,
-        ITEM.rows: [x.ctypes.data for x in rows], ITEM.start: [0] * len(runs),
-    }  # fmt: skip
-    return Stage(call, items, rows)
-
-
 class Together:
-    """A prepared call in stages, in place of one in which sequences are apart: it runs for the same arrays."""
+    """Stages of a call in which sequences are taken together; it runs in that call's place."""
 
     record = None  # machine code does not run it
 
-    def __init__(self, call: Call, stages: Sequence[Stage], tokens: int) -> None:
-        self.result_layout, self.put, self.stages, self.tokens = call.result_layout, call.put, stages, tokens
+    def __init__(self, call: Call, stages: list[Stage], lists: PageLists) -> None:
+        """lists: held, since the stages have their addresses."""
+        problem = call.problem
+        self.result_layout, self.put, self.stages, self.lists = call.result_layout, call.put, stages, lists
+        self.state_bytes = sum(problem.q_lengths) * problem.q_heads * state_bytes(problem)
+        self.seed = problem.seed
+
+    def in_place_of(self, prepared: Prepared) -> Prepared:
+        """Returns a prepared call with these stages instead of its own call."""
+        new = copy.copy(prepared)
+        new.call = self
+        return new
+
+    def run(self, addresses: tuple[int, ...], seed: int | None) -> None:
+        """Fills out and lse: each stage goes on from the states that those before have left.
+
+        addresses: of q, k, v, out and lse.
+        """
+        scratch = take_scratch(self.state_bytes)
+        try:
+            for call, items, _ in self.stages:
+                call.run_on(addresses, ctypes.addressof(scratch), items, self.seed if seed is None else seed)
+        finally:
+            give_scratch(scratch)
 
     def run_again(
         self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int], lists: Sequence[int],
@@ -145,15 +88,131 @@ class Together:
         if self.put is not None:
             before = list(map(sub, lengths, self.put.counts))
             self.put.start((at[1], at[2], *store), before, [*lists], first=True)
-        run_stages((at[0], *store, out, lse), self.stages, self.tokens, seed)
+        keys = store if store != (0, 0) else (at[1], at[2])
+        self.run((at[0], *keys, out, lse), seed)
 
 
-def run_stages(addresses: tuple[int, ...], stages: Sequence[Stage], tokens: int, seed: int | None) -> None:
-    """Runs stages one after another: each goes on from the states that those before have left."""
-    problem = stages[0].call.problem
-    scratch = take_scratch(tokens * problem.q_heads * state_bytes(problem))
-    try:
-        for call, items, _ in stages:
-            call.run_on(addresses, ctypes.addressof(scratch), items, seed)
-    finally:
-        give_scratch(scratch)
+def find_together(call: Call, lists: PageLists, lengths: list[int], key: Any) -> Together | None:
+    """Finds how sequences that begin with the same pages are taken together; None where that saves nothing.
+
+    lengths: keys of each sequence, whose last query is at the last one. key: equal to the last call's if all that is
+    asked is as it was then, for a model's next layer.
+    """
+    last, found = call.together
+    if last is not None and last == key:
+        return found
+    found, runs = None, _find_runs(call, lists, lengths)
+    if runs:
+        found = Together(call, _stages_of(call, runs, lists, lengths), lists)
+    call.together = key, found
+    return found
+
+
+def _find_runs(call: Call, lists: PageLists, lengths: list[int]) -> list[list[Run]]:
+    """Finds the runs of keys that sequences share, those of one depth together; a run follows the one before it."""
+    p, found = call.problem, list[list[Run]]()
+    uses = frozenset[str]().union(*[x.uses for x in p.roots if x is not None])
+    if p.dropout or p.rows is not None or "b" in uses or call.in_parts or not all(p.q_lengths):
+        return found
+    limits = [(end - n) // TILE * TILE for end, n in zip(lengths, p.q_lengths, strict=True)]
+    members = [n for n, limit in enumerate(limits) if limit >= TILE]
+    if len(members) > 1:
+        _Search(call, lists, limits, found).split(members, 0, 0, 0)
+    return found
+
+
+class _Search:
+    """The search for runs."""
+
+    def __init__(self, call: Call, lists: PageLists, limits: list[int], found: list[list[Run]]) -> None:
+        """limits: tokens of each sequence that it may share."""
+        self.call, self.limits, self.found = call, limits, found
+        self.numbers, self.size = lists.numbers, lists.page_size
+
+    def split(self, members: list[int], same: int, seen: int, depth: int) -> None:
+        """Adds the runs of sequences whose keys are the same up to a token, and seen already up to another."""
+        alike: dict[bytes, list[int]] = {}
+        first, last = same // self.size, -(-(same + TILE) // self.size)
+        for n in members:
+            if self.limits[n] >= same + TILE:
+                alike.setdefault(self.numbers[n][first:last].tobytes(), []).append(n)
+        for group in alike.values():
+            if len(group) < 2:
+                continue
+            end = self.common_end(group, same)
+            if not self.is_worth(end - seen, group):
+                self.split(group, end, seen, depth)
+                continue
+            if len(self.found) == depth:
+                self.found.append([])
+            self.found[depth].append(Run(seen, end, tuple(group)))
+            self.split(group, end, end, depth + 1)
+
+    def common_end(self, group: list[int], same: int) -> int:
+        """Returns the first token of a tile, up to which the keys of some sequences are the same."""
+        end, model, first = min([self.limits[n] for n in group]), self.numbers[group[0]], same // self.size
+        for n in group[1:]:
+            last = -(-end // self.size)
+            differs = model[first:last] != self.numbers[n][first:last]
+            if differs.any():
+                end = min(end, (first + int(differs.argmax())) * self.size)
+        return end // TILE * TILE
+
+    def is_worth(self, tokens: int, group: list[int]) -> bool:
+        """Returns whether so many keys are faster seen by the rows of all these sequences together."""
+        p, how = self.call.problem, self.call.how
+        rows = [p.q_lengths[n] * p.group for n in group]
+        *apart, together = [seconds_of_key(p, how.isa, n, how.tuning) for n in (*rows, sum(rows))]
+        saved = sum(apart) - together
+        return sum(apart) > LEAST_RATIO * together and tokens * saved > LEAST_SECONDS
+
+
+def _stages_of(call: Call, shared: list[list[Run]], lists: PageLists, lengths: list[int]) -> list[Stage]:
+    """Prepares the stages of sequences: the keys that they share, then each one's own."""
+    counts, places = call.problem.q_lengths, _places_of(call, lengths)
+    ends = [0] * len(counts)
+    for runs in shared:
+        for run in runs:
+            for n in run.members:
+                ends[n] = run.end
+    own = [Run(start, end, (n,)) for n, (start, end) in enumerate(zip(ends, lengths, strict=True))]
+    stages = []
+    for runs in (*shared, own):
+        many = tuple([sum([counts[n] for n in run.members]) for run in runs])
+        leaves = runs is not own
+        key = CallKey("stage", (many, leaves), None, call.machine, call)
+        stage = prepared_calls.made(key, lambda many=many, leaves=leaves: call.staged(many, leaves=leaves))
+        stages.append(_stage_of(stage, runs, lists, places))
+    return stages
+
+
+def _places_of(call: Call, lengths: list[int]) -> list[np.ndarray]:
+    """Locates the queries of each sequence, [queries, ROW_AT]."""
+    p, words, state = call.problem, call.words(), 0
+    found, of_token = [], p.q_heads * state_bytes(p)
+    for item, n, end in zip(call.items, p.q_lengths, lengths, strict=True):
+        t = np.arange(n)
+        columns = [item[word] + t * words[row] for word, row in _OF_ROWS]
+        found.append(np.ascontiguousarray(np.stack([*columns, state + t * of_token, end - n + t], 1)))
+        state += n * of_token
+    return found
+
+
+_OF_ROWS = (ITEM.q_at, "q_row"), (ITEM.out_at, "out_row"), (ITEM.lse_at, "lse_row")
+
+
+def _stage_of(call: Call, runs: Sequence[Run], lists: PageLists, places: list[np.ndarray]) -> Stage:
+    """Makes a stage of sequences' rows, by position."""
+    rows = []
+    for run in runs:
+        together = places[run.members[0]]
+        if len(run.members) > 1:
+            together = np.concatenate([places[n] for n in run.members])
+            together = together[np.argsort(together[:, ROW_AT.word("position")], kind="stable")]
+        rows.append(together)
+    items = {
+        ITEM.k_len: [run.end for run in runs], ITEM.first_key: [run.start for run in runs],
+        ITEM.pages: [lists.addresses[run.members[0]] for run in runs],
+        ITEM.rows: [x.ctypes.data for x in rows], ITEM.start: [0] * len(runs),
+    }  # fmt: skip
+    return Stage(call, items, rows)

@@ -24,6 +24,7 @@ from . import forward_call
 
 if TYPE_CHECKING:
     from ...problem.plan import Plan
+    from ...problem.prepared import Prepared
 
 
 class CpuEngine(Engine):
@@ -85,6 +86,18 @@ class CpuEngine(Engine):
     def read_tables(self, block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str) -> PageTables:
         """Copies a block table, checked as far as it is used."""
         return PageTables(*page_lists(block_table, k_lengths, pages, page_size, SLACK))
+
+    def together(self, prepared: Prepared, tables: PageTables, page_size: int) -> Prepared:
+        """Returns a prepared call, or in its place one in which sequences that share pages are taken together."""
+        numbers, lengths = tables.numbers, list(tables.lengths)
+        if len({*numbers[:, 0].tolist()}) == len(numbers):
+            return prepared
+        with importing:
+            from .cascade import PageLists, find_together
+
+        lists = PageLists(numbers, tables.addresses(), page_size)
+        found = find_together(prepared.call, lists, lengths, (numbers.tobytes(), lengths))
+        return prepared if found is None else found.in_place_of(prepared)
 
     def storages(self) -> Any:
         with importing:

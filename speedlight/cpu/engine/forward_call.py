@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import sub
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from ..memory.records import (
     ARGUMENTS,
     ENDLESS,
     ITEM,
+    KEPT_WORDS,
     KEYS,
     NEW,
     NUMBERS,
@@ -55,26 +57,18 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 
 
 @standard
-def prepare(
-    problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa, *,
-    leaves: bool | None = None,
-) -> Call:  # fmt: skip
-    """Prepares everything that addresses don't change.
-
-    leaves: of rows that go on from states, whether these are left again; None of other rows.
-    """
+def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa) -> Call:
+    """Prepares everything that addresses don't change."""
     keys = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
-    how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa), leaves=bool(leaves))
+    strides = keys.strides(problem.key_dtype)
+    how = schedule(problem, isa, threads, strides, tuning_of(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     form = ResultLayout.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
-    lies = {"in_parts": words.get("latent_dim", 0) > 0, "resumed": leaves is not None}
-    if leaves is not None:
-        words |= {"state_head": state_bytes(problem), "leaves": int(leaves)}
-        words.pop("upcoming", None)
+    lies = {"in_parts": words.get("latent_dim", 0) > 0}
     if isinstance(keys, Paged):
         lies |= {"cached": keys.pages.lanes, "latent": keys.pages.latent}
-    call = Call(problem, how, words, items, form, **lies)
+    call = Call(problem, how, words, items, form, strides, **lies)
     call.machine = threads, isa.name
     return call
 
@@ -129,10 +123,10 @@ class Call:
     """
 
     def __init__(
-        self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout, *,
-        cached: bool = False, latent: bool = False, in_parts: bool = False, resumed: bool = False,
+        self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout,
+        strides: Strides, *, cached: bool = False, latent: bool = False, in_parts: bool = False, resumed: bool = False,
     ) -> None:  # fmt: skip
-        """form: of its results. cached, latent, in_parts, resumed: as Shape has them."""
+        """form: of its results. strides: of its keys. cached, latent, in_parts, resumed: as Shape has them."""
         self.problem, self.how, self.items, self.result_layout, self.sinks = problem, how, items, form, _sinks(problem)
         self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
@@ -160,7 +154,9 @@ class Call:
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self._others: Any = (None,)  # what the last run of other lengths had
         self.put: AppendCall | None = None  # what stores new tokens of a cache first
-        self.in_parts = in_parts
+        self.in_parts, self.lies = in_parts, {"cached": cached, "latent": latent, "in_parts": in_parts}
+        self.strides = strides
+        self.together: Any = (None, None)  # what the last sequences shared, and how they were taken (cascade.py)
         self.rows = 0  # the dimension of q's rows, where it runs for any number of keys
         self.places: tuple[Place, ...] = ()  # of the arrays in mask and score
         self.record: Any = None  # for machine code, once it runs again
@@ -232,8 +228,37 @@ class Call:
         call = q, k, v, out, lse, self.counts_at, items_at
         self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more, threads)
 
+    def words(self) -> dict[str, int]:
+        """Returns its arguments by name, without addresses."""
+        names = ARGUMENTS[self.how.kind].names
+        return dict(zip(names, np.frombuffer(self.launch.template, np.int64).tolist(), strict=True))
+
+    def staged(self, counts: tuple[int, ...], *, leaves: bool) -> Call:
+        """Prepares a call over the same keys of rows that go on from states, so many of each item.
+
+        leaves: whether the states are left again. Items, but for their queries and tickets, are a run's.
+        """
+        p, isa = self.problem, self.how.isa
+        first = min(p.q_starts) if p.first_row is None else p.first_row
+        most, threads = max(p.k_lengths), self.machine[0] if self.machine else 1
+        lengths = {"k_lengths": (most,) * len(counts), "q_starts": tuple([most - n for n in counts])}
+        problem = replace(p, q_lengths=counts, items=None, first_row=first, **lengths)
+        how = schedule(problem, isa, threads, self.strides, self.how.tuning, leaves=leaves)
+        blocks, tickets = tickets_of(problem, how)
+        items = np.zeros((len(counts), len(ITEM)), np.int64)
+        items[:, ITEM.first], items[:, ITEM.blocks] = np.cumsum(tickets) - tickets, blocks
+        items[:, ITEM.q_len] = counts
+        own = self.words()
+        words = {name: own[name] for name in KEPT_WORDS if name in own} | dict(how.words) | {
+            "scratch_stride": how.scratch_stride, "limit": how.tickets, "item_count": len(items),
+            "state_head": state_bytes(problem), "leaves": int(leaves),
+        }  # fmt: skip
+        call = Call(problem, how, words, items, self.result_layout, self.strides, **self.lies, resumed=True)
+        call.machine = self.machine
+        return call
+
     def run_on(
-        self, addresses: tuple[int, ...], states: int, items: dict[int, Sequence[int]], seed: int | None
+        self, addresses: tuple[int, ...], states: int, items: Mapping[int, Sequence[int]], seed: int | None
     ) -> None:
         """Runs rows that go on from states: fills out and lse, or leaves the states.
 
@@ -433,17 +458,20 @@ def signs_of(number: int, elements: int) -> int:
     return signs - (1 << 64) if signs >> 63 else signs
 
 
-def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -> np.ndarray:
-    """Returns the kernel's table of batch items, [item, word]: those that have tickets."""
-    batch, number = problem.batch, number_bytes(problem.storage)
+def tickets_of(problem: Problem, how: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each item's tickets of a kv head, or of several that share a task, and all of its tickets."""
     q_lengths = np.array(problem.q_lengths, np.int64)
     if how.kind == "decode":
         blocks = np.minimum(q_lengths, 1) * how.parts
-    else:
-        blocks = -(-q_lengths * problem.group // how.block_rows)
-    tickets = blocks * (problem.kv_heads // how.heads)
-    if how.kind == "forward":
-        tickets = tickets * how.parts
+        return blocks, blocks * (problem.kv_heads // how.heads)
+    blocks = -(-q_lengths * problem.group // how.block_rows)
+    return blocks, blocks * (problem.kv_heads // how.heads) * how.parts
+
+
+def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -> np.ndarray:
+    """Returns the kernel's table of batch items, [item, word]: those that have tickets."""
+    batch, number = problem.batch, number_bytes(problem.storage)
+    blocks, tickets = tickets_of(problem, how)
     if rows.first is not None:
         first, axis, lse = np.array(rows.first, np.int64), LAYOUTS[rows.layout][-2], number
     else:
@@ -452,7 +480,7 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
     items = Item(
         first=np.cumsum(tickets) - tickets,
         blocks=blocks,
-        q_len=q_lengths,
+        q_len=np.array(problem.q_lengths, np.int64),
         k_len=np.array(problem.k_lengths, np.int64),
         start=np.array(problem.q_starts, np.int64) - problem.k_start,
         q_at=first * rows.q.strides[axis],

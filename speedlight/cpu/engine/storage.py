@@ -6,7 +6,6 @@ to a first chunk where that lies (`attends_new`).
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from abc import abstractmethod
@@ -18,9 +17,8 @@ import numpy as np
 from ...arrays.array import describe
 from ...arrays.dtypes import CODES, numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
-from ...host.machine import Isa, current_isa
+from ...host.machine import current_isa
 from ...host.shortcuts import address_of
-from ...host.tunings import Tuning
 from ...problem.build import from_stored
 from ...problem.operands import Dense, Rows
 from ...problem.option_keys import key_of_traced
@@ -35,12 +33,11 @@ from ..memory.blocks import LARGE_PAGE, make_stores
 from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.repeating import functions
-from ..runtime.tuned import tuning_of
 from ..runtime.workers import get_threads, machine
 from .append_call import AppendCall, Blocks, New
-from .cascade import Run, Sequences, Stage, Together, places_of, run_stages, shared_runs, stage_of
+from .cascade import PageLists, Together, find_together
 from .forward_call import Call, prepare
-from .schedule import DECODE_ROWS, seconds_of_key
+from .schedule import DECODE_ROWS
 from .steps import Steps
 
 _ALL = slice(None)
@@ -175,10 +172,6 @@ class BlockStorage(Storage):
         """
         keys, *values = [x.parts(where, n) for x in self.stores[layer]]
         return keys, values[0] if values else []
-
-
-def _seconds_of_rows(problem: Problem, isa: Isa, tuning: Tuning, rows: int, sequences: int) -> float:
-    return seconds_of_key(problem, isa, rows * sequences, tuning)
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -464,7 +457,6 @@ class PoolStorage(BlockStorage):
             self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row, latent=latent)
             self.blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps.of("pool", shape._replace(layers=0), self.kernel_pages, page_size, self.isa.name)
-        self._last: Any = (None, None)  # what the last batch shares, and how it is taken
 
     def find_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> tuple[Prepared, bytes] | None:
         """Returns a step that was checked with arrays like these, for any lengths, and where its arrays lie.
@@ -537,103 +529,29 @@ class PoolStorage(BlockStorage):
         first = list(itertools.accumulate(batch.counts, initial=0))
         addresses = (q.address, *self.addresses[layer], results.out.address, results.lse_address)
         for which in self._by_kernel(q.shape[1], batch.counts):
-            cascade = self._cascade(q, batch, which, options, results.out.strides)
-            if cascade is not None:
-                run_stages(addresses, *cascade, options.seed_word())
-                continue
             counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
+            shared = self._find_shared(call, [batch.tables[i] for i in which], lengths)
+            if shared is not None:
+                shared.run(addresses, options.seed_word())
+                continue
             more: Any = (options.seed_word(), lengths, lists) if any_lengths else ()
             call.run(*addresses, *more)
 
-    def together(self, step: Prepared, q: Any, batch: Batch, options: Options) -> Prepared:
-        """Returns a step, or in its place one in which sequences are taken together, if that is faster.
+    def together(self, step: Prepared, batch: Batch) -> Prepared:
+        """Returns a step, or in its place one in which sequences that share pages are taken together."""
+        found = self._find_shared(step.call, batch.tables, batch.after)
+        return step if found is None else found.in_place_of(step)
 
-        q: as the caller has it.
-        """
-        tables = batch.tables
+    def _find_shared(self, call: Call, tables: list[_Table], lengths: list[int]) -> Together | None:
+        """Finds the stages of a call in which sequences that share pages are taken together, if that is faster."""
         if len({x.numbers.item(0) for x in tables}) == len(tables):
-            return step
-        rows, which = describe(q, "q"), [*range(len(tables))]
-        stages = self._cascade(rows, batch, which, options, _out_strides(rows, self.shape.value_dim))
-        if stages is None:
-            return step
-        step = copy.copy(step)
-        step.call = Together(step.call, *stages)
-        return step
-
-    def _cascade(
-        self, q: Array, batch: Batch, which: list[int], options: Options, out_strides: tuple[int, ...]
-    ) -> tuple[list[Stage], int] | None:
-        """Returns the stages in which sequences that share pages are taken, and the tokens of their queries.
-
-        None where sharing saves nothing. The last answer is kept, for a model's next layer.
-        """
-        tables, counts, after = ([x[i] for i in which] for x in (batch.tables, batch.counts, batch.after))
-        if options.dropout or len({x.numbers.item(0) for x in tables}) == len(tables):
             return None
-        known = options.key()
-        key = which, counts, after, tables, q.shape, q.strides, q.dtype, out_strides, known, machine()
-        last, found = self._last
-        if last == key:
-            return found
-        first, found = list(itertools.accumulate(batch.counts, initial=0)), None
-        tokens = [first[i] for i in which]
-        part = _Part(tuple(which), tuple(counts), tuple(tokens), after)
-        problem = self._call_of(q, part, [x.address for x in tables], options, out_strides)[0].problem
-        uses = frozenset[str]().union(*[x.uses for x in problem.roots if x is not None])
-        if "b" not in uses:
-            rows, tuning = max(counts) * problem.group, tuning_of(self.isa)
-            limits = [(end - n) // TILE * TILE for end, n in zip(after, counts, strict=True)]
-            entry = BLOCK if self.kernel_pages.lanes else self.page_size
-            seconds = functools.partial(_seconds_of_rows, problem, self.isa, tuning, rows)
-            shared = shared_runs(Sequences([x.numbers for x in tables], limits, entry, seconds))
-            if shared:
-                found = self._stages(q, shared, (tables, counts, after, tokens), options, out_strides), sum(counts)
-        if known is not None:
-            self._last = key, found
-        return found
-
-    def _stages(
-        self, q: Array, shared: list[list[Run]], sequences: tuple[list[Any], ...], options: Options,
-        out_strides: tuple[int, ...],
-    ) -> list[Stage]:  # fmt: skip
-        """Prepares the stages of sequences: the keys that they share, then each one's own."""
-        tables, counts, after, tokens = sequences
-        ends = [0] * len(counts)
-        for run in itertools.chain(*shared):
-            for n in run.members:
-                ends[n] = run.end
-        own = [Run(start, end, (n,)) for n, (start, end) in enumerate(zip(ends, after, strict=True))]
-        first, places, stages = list(itertools.accumulate(counts, initial=0)), None, []
-        for runs in (*shared, own):
-            rows = [sum([counts[n] for n in run.members]) for run in runs]
-            lists = [tables[run.members[0]].address for run in runs]
-            call = self._stage_of(q, rows, lists, options, out_strides, spans_of(max(after)), leaves=runs is not own)
-            if places is None:
-                places = places_of(call.problem, (q.strides[0], out_strides[0]), counts, after, tokens)
-            stages.append(stage_of(call, runs, lists, places, first))
-        return stages
-
-    def _stage_of(
-        self, q: Array, counts: list[int], lists: list[int], options: Options, out_strides: tuple[int, ...], spans: int,
-        *, leaves: bool,
-    ) -> Call:  # fmt: skip
-        """Prepares a stage of so many rows of each item, for any keys of as many spans."""
-        known, options = options.key(), replace(options, q_lengths=tuple(counts))
-
-        def make() -> Call:
-            most = [spans * SPAN] * len(counts)
-            problem = from_stored(q, self.shape.stored(most, shortest=max(counts)), options)
-            rows, keys = Rows("lhd", q, out_strides, (0,) * len(counts)), Paged(self.kernel_pages, lists)
-            return prepare(problem, rows, keys, get_threads(), self.isa, leaves=leaves)
-
-        if known is None:
-            return make()
-        where = leaves, tuple(counts), q.shape, q.strides, q.dtype, out_strides
-        return self.steps.made(("stage", *where, known, spans), make)
+        page_size = BLOCK if self.kernel_pages.lanes else self.page_size
+        lists = PageLists([x.numbers for x in tables], [x.address for x in tables], page_size)
+        return find_together(call, lists, lengths, (tables, lengths))
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""

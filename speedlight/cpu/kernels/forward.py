@@ -9,7 +9,6 @@ Arguments, scratch and the memory of a panel are described in memory/records.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 

@@ -55,7 +55,7 @@ class Item(NamedTuple):
     rotary_at: Any  # of the second part of keys
     index: Any  # in the batch; -1: rows without a query
     pages: Any  # address of its list of pages
-    # of rows that go on from states: the first key that those have not seen, a tile's first; where the rows are (ROW_AT)
+    # of rows that go on from states: the first key that those have not seen; where the rows are (ROW_AT)
     first_key: Any
     rows: Any
 
@@ -395,6 +395,11 @@ BACKWARD = Record(
 )  # fmt: skip
 GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("shares") + 1)  # new for each call, as CALL
 
+
+# what a call says of its problem and memory, whatever the kernel: a stage's call takes it over
+KEPT_WORDS = (
+    *_COMMON[_COMMON.index("q_head") :], "rotary_head", "rotary_row", "rotary_column", "rotary_page", "latent_dim",
+)  # fmt: skip
 
 # a kernel's arguments, by its kind
 ARGUMENTS = {"forward": FORWARD, "decode": DECODE, "backward": BACKWARD, "tables": BACKWARD}

@@ -45,7 +45,8 @@ class Shape:
     def stem(self) -> str:
         """The readable part of the kernel's name."""
         types = self.storage if self.widened is None else f"{self.storage}_{self.widened}"
-        marks = f"{'_resumed' * self.resumed}{'_partial' * self.partial}{'_dropout' * self.dropout}{'_in_parts' * self.in_parts}"
+        flags = "resumed", "partial", "dropout", "in_parts"
+        marks = "".join([f"_{name}" for name in flags if getattr(self, name)])
         name = f"{self.kind}{marks}_{types}_{self.isa.name}"
         return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
 
