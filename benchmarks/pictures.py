@@ -120,10 +120,10 @@ def model_bars(report: dict[str, Any], path: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=7)
-    ticks = [x for x in (1, 2, 5, 10, 20, 50, 100) if x <= 1.2 * axes.get_xlim()[1]]
+    ticks = [x for x in (1, 2, 5, 10, 20, 50, 100, 200) if x <= 1.2 * axes.get_xlim()[1]]
     axes.set_xticks(ticks, [f"{x}" for x in ticks])
     axes.xaxis.set_minor_formatter("")
-    axes.set_xlim(min(0.8, axes.get_xlim()[0]), 1.3 * axes.get_xlim()[1])
+    axes.set_xlim(min(0.8, axes.get_xlim()[0]), 1.8 * axes.get_xlim()[1])
     figure.suptitle("Times faster with speedlight's attention, median of turns; left of 1 slower", fontsize=10)
     axes.set_title(f"{report['machine']}, {report['threads']} threads, {report['isa']}", fontsize=8)
     handles = dict(zip(axes.get_legend_handles_labels()[1], axes.get_legend_handles_labels()[0], strict=True))

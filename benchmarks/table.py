@@ -164,6 +164,10 @@ GAINS = (
         "flex: ALiBi in 8 documents, causal, 8 heads, 8192, d=64, float32, forward",
         "FlexAttention: ALiBi in packed documents, 8,192 tokens, float32",
     ),
+    (
+        "DeepSeek-V2-Lite, 4 layers, 16 tokens after 4096, float32",
+        "DeepSeek-V2-Lite, 4 layers, `generate()`: 16 tokens after 4,096, float32",
+    ),
 )
 
 
