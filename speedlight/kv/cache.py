@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..engines import by_name
-from ..errors import ArgumentError, CacheBusy, CacheFull, not_pickled
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, not_pickled
 from ..host.forks import renew_after_fork
 from ..host.graph_breaks import in_graph, outside
 from ..host.lazy import lacking
@@ -149,9 +149,9 @@ class KVCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the tokens that are held."""
-        most = self._ring.tokens or self.capacity
-        return sum(min(n, most) for lengths, _ in self._now() for n in lengths) * self.token_bytes
+        """Bytes of the tokens that are held, without those that lie in a prefix."""
+        most, shared = self._ring.tokens or self.capacity, self._storage.shared
+        return sum(min(n, most) - shared for lengths, _ in self._now() for n in lengths) * self.token_bytes
 
     def _layer(self, layer: Any) -> int:
         return check_index("layer", layer, self.layers)
@@ -374,6 +374,7 @@ class KVCache:
         for item, (n, now) in enumerate(zip(counts, self._now()[layer][0], strict=True)):
             if not 0 <= n <= now:
                 raise ArgumentError(f"lengths: expected 0 to {now}, the tokens of sequence {item}; got {n}.")
+        self._storage.before_change(min(counts), "lengths")
         self._held[layer] = counts, list(counts)
         self._storage.lengths.set([lengths for lengths, _ in self._held])
 
@@ -381,7 +382,7 @@ class KVCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        shorten(self, lambda: truncated(length, self._now(), self._ring))
+        shorten(self, lambda: truncated(length, self._now(), self._ring), "length")
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
         """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
@@ -410,11 +411,11 @@ class KVCache:
         >>> cache.keep([0, 2, 5], start=4); cache.keys(0)[0, 0, :, 0]
         array([ 0.,  4.,  8., 12., 16., 24., 36.], dtype=float32)
         """
-        shorten(self, lambda: kept(indices, start, self._now(), self._ring))
+        shorten(self, lambda: kept(indices, start, self._now(), self._ring), "start")
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        shorten(self, lambda: Left([0] * self.batch))  # without asking a device for its lengths
+        shorten(self, lambda: Left([0] * self.batch), "clear")  # without asking a device for its lengths
 
     def copy(self) -> KVCache:
         """Makes an independent cache with the same content."""
@@ -440,6 +441,50 @@ class KVCache:
         lengths = [([n[i] for i in indices], [w[i] for i in indices]) for n, w in held]
         new._storage.lengths.set([n for n, _ in lengths])
         new._held = lengths
+        return new
+
+    @classmethod
+    @public(leaves_graph=False)
+    def from_prefix(cls, prefix: KVCache, batch: int, *, capacity: int | None = None) -> KVCache:
+        """Makes a cache of sequences that all begin with a prefix: the tokens of a cache of one sequence.
+
+        Whole tiles of 128 tokens stay in the prefix, and are read once for all sequences. Results are those of
+        `prefix.select([0] * batch)`, which has copies, to the bit.
+
+        Args:
+            prefix: a KVCache of batch 1 without a window, on the CPU. While caches begin with its tokens, truncate(),
+                keep() and clear() refuse to change these; it may grow.
+            batch: number of sequences.
+            capacity: most tokens of a sequence, with those of the prefix. Default that of the prefix.
+
+        Raises:
+            speedlight.Error: the argument, what was expected and what came.
+
+        >>> import numpy as np, speedlight as sl
+        >>> x = np.ones((1, 2, 300, 4), np.float32)
+        >>> prefix = sl.KVCache(layers=1, kv_heads=2, head_dim=4, capacity=1000); prefix.append(0, x, x)
+        >>> cache = sl.KVCache.from_prefix(prefix, 3); y = np.ones((3, 2, 1, 4), np.float32)
+        >>> cache.attend(0, y, y, y).shape, cache.lengths(0), cache.used_bytes // cache.token_bytes
+        ((3, 2, 1, 4), (301, 301, 301), 135)
+        """
+        if not isinstance(prefix, KVCache):
+            raise ArgumentTypeError(f"prefix: expected a KVCache; got {type(prefix).__name__}.")
+        if prefix.batch != 1 or prefix.window is not None:
+            what = f"batch {prefix.batch}" if prefix.batch != 1 else f"window {prefix.window}"
+            raise ArgumentError(f"prefix: expected a cache of batch 1 without a window; got {what}. Use select().")
+        if prefix._storage.shared:
+            raise ArgumentError("prefix: expected a cache that has all of its tokens itself. Use prefix.copy().")
+        lengths = [tokens for (tokens,), _ in prefix._now()]
+        if len({*lengths}) > 1:
+            raise ArgumentError(f"prefix: expected as many tokens in every layer; got {lengths}.")
+        sizes: dict[str, Any] = prefix._sizes() | {"batch": batch}
+        if capacity is not None:
+            sizes["capacity"] = capacity
+        new = cls(**sizes, dtype=prefix.dtype, device=prefix._storage.name)
+        if lengths[0] > new.capacity:
+            raise ArgumentError(f"capacity: expected at least the prefix's {lengths[0]} tokens; got {new.capacity}.")
+        new._storage.begin_with(prefix._storage, lengths[0])
+        new._held = [(lengths[:1] * new.batch, lengths[:1] * new.batch) for _ in lengths]
         return new
 
     def _sizes(self) -> dict[str, Any]:

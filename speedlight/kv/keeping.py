@@ -125,13 +125,14 @@ def _check_path(path: list[int], start: int, least: int, whose: str) -> None:
 # --- the changes
 
 
-def shorten(cache: Any, find_left: Callable[[], Left]) -> None:
-    """Makes a cache what find_left() returns: truncate(), keep() and clear()."""
+def shorten(cache: Any, find_left: Callable[[], Left], name: str) -> None:
+    """Makes a cache what find_left() returns: truncate(), keep() and clear(), by whose argument it is named."""
     storage = cache._storage
     undo: Overwritten = []
 
     def change() -> None:
         lengths, moves = find_left()
+        storage.before_change(min([*lengths, *moves.to_slot]), name)
         after = [(lengths, cache._ring.shortened(old, lengths)) for _, old in cache._held]
         for layer, (old, _) in enumerate(cache._held):
             undo.extend(storage.before_moves(layer, old, moves))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..arrays.memory import Array
+from ..errors import UnsupportedError
 from .tokens import Moves, TokenShape
 
 # Memory, an index into it, and what is there: memory[index] = what was there. An index has no list in it, since NumPy
@@ -21,11 +22,12 @@ class Storage(ABC):
     some can do, the flags below say.
     """
 
-    prepares_steps: ClassVar[bool] = False  # keeps prepared calls, which run again
+    prepares_steps: bool = False  # keeps prepared calls, which run again
     survives_fork: ClassVar[bool] = False  # a forked child has a copy of the memory
     attends_new: bool = False  # of a cache: attend_new() takes a first chunk where it lies
     shape: TokenShape
     device: Any  # "cpu", or a torch.device
+    shared: int = 0  # of a cache: the first tokens of all its sequences, which lie in another one
     token_bytes: int  # of one token of one layer
 
     # --- arguments
@@ -37,6 +39,18 @@ class Storage(ABC):
     @abstractmethod
     def query(self, q: Any) -> Array:
         """Describes queries, which must lie on the device."""
+
+    # --- a prefix
+
+    def begin_with(self, prefix: Storage, tokens: int) -> None:
+        """Makes so many tokens of another cache's only sequence the first ones of all; by default that is refused."""
+        raise UnsupportedError(
+            f"prefix: expected a cache on the CPU; got one on {self.device}. prefix.select([0] * batch) copies it."
+        )
+
+    def before_change(self, least: int, name: str) -> None:
+        """Prepares for a change of tokens from `least` on; raises where other caches begin with them."""
+        return
 
     # --- moves, and rollback
 

@@ -47,6 +47,7 @@ class Stage(NamedTuple):
     call: Call
     items: dict[int, list[int]]
     rows: list[np.ndarray]  # of each item: their addresses are among the columns
+    is_apart: bool = False  # its keys and values are a prefix's, in memory of their own
 
 
 class Together:
@@ -67,15 +68,17 @@ class Together:
         new.call = self
         return new
 
-    def run(self, addresses: tuple[int, ...], seed: int | None) -> None:
+    def run(self, addresses: tuple[int, ...], seed: int | None, prefix: tuple[int, int] = (0, 0)) -> None:
         """Fills out and lse: each stage goes on from the states that those before have left.
 
-        addresses: of q, k, v, out and lse.
+        addresses: of q, k, v, out and lse. prefix: of keys and values that lie in memory of their own.
         """
-        scratch = take_scratch(self.state_bytes)
+        scratch, (q, k, v, *results) = take_scratch(self.state_bytes), addresses
         try:
-            for call, items, _ in self.stages:
-                call.run_on(addresses, ctypes.addressof(scratch), items, self.seed if seed is None else seed)
+            for call, items, _, is_apart in self.stages:
+                keys = prefix if is_apart else (k, v)
+                at = ctypes.addressof(scratch)
+                call.run_on((q, *keys, *results), at, items, self.seed if seed is None else seed)
         finally:
             give_scratch(scratch)
 
@@ -108,11 +111,42 @@ def find_together(call: Call, lists: PageLists, lengths: list[int], key: Any) ->
     return found
 
 
+def after_prefix(call: Call, tokens: int, lists: PageLists, lengths: list[int], heads: tuple[int, int]) -> Together:
+    """Returns the stages of sequences that begin with the same tokens, which lie in memory of their own.
+
+    heads: there, the bytes from a head's keys to the next head's, and of values.
+    """
+    used = [n for n, count in enumerate(call.problem.q_lengths) if count]  # others have no item
+    counts, lengths = tuple([call.problem.q_lengths[n] for n in used]), [lengths[n] for n in used]
+    members = tuple(range(len(used)))
+    runs = [Run(0, tokens, members)]
+    if call.problem.dropout or "b" in _uses_of(call):  # each row must know its sequence
+        runs = [Run(0, tokens, (n,)) for n in members]
+    places = _places_of(call, counts, lengths)
+    many = tuple([sum([counts[n] for n in run.members]) for run in runs])
+    first = _stage_of(_staged(call, many, leaves=True, heads=heads), call, runs, lists, places)
+    for word in (ITEM.k_at, ITEM.v_at):
+        first.items[word] = [0] * len(runs)
+    own = [Run(tokens, end, (n,)) for n, end in zip(members, lengths, strict=True)]
+    last = _stage_of(_staged(call, counts, leaves=False), call, own, lists, places)
+    return Together(call, [first._replace(is_apart=True), last], lists)
+
+
+def _uses_of(call: Call) -> frozenset[str]:
+    """Returns the symbols that a call's mask and score read."""
+    return frozenset[str]().union(*[x.uses for x in call.problem.roots if x is not None])
+
+
+def _staged(call: Call, counts: tuple[int, ...], *, leaves: bool, heads: tuple[int, int] | None = None) -> Call:
+    """Prepares a stage's call, or takes the one that is kept."""
+    key = CallKey("stage", (counts, leaves, heads), None, call.machine, call)
+    return prepared_calls.made(key, lambda: call.staged(counts, leaves=leaves, heads=heads))
+
+
 def _find_runs(call: Call, lists: PageLists, lengths: list[int]) -> list[list[Run]]:
     """Finds the runs of keys that sequences share, those of one depth together; a run follows the one before it."""
     p, found = call.problem, list[list[Run]]()
-    uses = frozenset[str]().union(*[x.uses for x in p.roots if x is not None])
-    if p.dropout or p.rows is not None or "b" in uses or call.in_parts or not all(p.q_lengths):
+    if p.dropout or p.rows is not None or "b" in _uses_of(call) or call.in_parts or not all(p.q_lengths):
         return found
     limits = [(end - n) // TILE * TILE for end, n in zip(lengths, p.q_lengths, strict=True)]
     members = [n for n, limit in enumerate(limits) if limit >= TILE]
@@ -169,7 +203,8 @@ class _Search:
 
 def _stages_of(call: Call, shared: list[list[Run]], lists: PageLists, lengths: list[int]) -> list[Stage]:
     """Prepares the stages of sequences: the keys that they share, then each one's own."""
-    counts, places = call.problem.q_lengths, _places_of(call, lengths)
+    counts = call.problem.q_lengths
+    places = _places_of(call, counts, lengths)
     ends = [0] * len(counts)
     for runs in shared:
         for run in runs:
@@ -179,18 +214,15 @@ def _stages_of(call: Call, shared: list[list[Run]], lists: PageLists, lengths: l
     stages = []
     for runs in (*shared, own):
         many = tuple([sum([counts[n] for n in run.members]) for run in runs])
-        leaves = runs is not own
-        key = CallKey("stage", (many, leaves), None, call.machine, call)
-        stage = prepared_calls.made(key, lambda many=many, leaves=leaves: call.staged(many, leaves=leaves))
-        stages.append(_stage_of(stage, runs, lists, places))
+        stages.append(_stage_of(_staged(call, many, leaves=runs is not own), call, runs, lists, places))
     return stages
 
 
-def _places_of(call: Call, lengths: list[int]) -> list[np.ndarray]:
-    """Locates the queries of each sequence, [queries, ROW_AT]."""
+def _places_of(call: Call, counts: Sequence[int], lengths: list[int]) -> list[np.ndarray]:
+    """Locates the queries of each sequence that has any, [queries, ROW_AT]; these are the first of the items."""
     p, words, state = call.problem, call.words(), 0
     found, of_token = [], p.q_heads * state_bytes(p)
-    for item, n, end in zip(call.items, p.q_lengths, lengths, strict=True):
+    for item, n, end in zip(call.items[: len(counts)], counts, lengths, strict=True):
         t = np.arange(n)
         columns = [item[word] + t * words[row] for word, row in _OF_ROWS]
         found.append(np.ascontiguousarray(np.stack([*columns, state + t * of_token, end - n + t], 1)))
@@ -201,8 +233,8 @@ def _places_of(call: Call, lengths: list[int]) -> list[np.ndarray]:
 _OF_ROWS = (ITEM.q_at, "q_row"), (ITEM.out_at, "out_row"), (ITEM.lse_at, "lse_row")
 
 
-def _stage_of(call: Call, runs: Sequence[Run], lists: PageLists, places: list[np.ndarray]) -> Stage:
-    """Makes a stage of sequences' rows, by position."""
+def _stage_of(stage: Call, call: Call, runs: Sequence[Run], lists: PageLists, places: list[np.ndarray]) -> Stage:
+    """Makes a stage of the rows of a call's sequences, by position."""
     rows = []
     for run in runs:
         together = places[run.members[0]]
@@ -210,9 +242,10 @@ def _stage_of(call: Call, runs: Sequence[Run], lists: PageLists, places: list[np
             together = np.concatenate([places[n] for n in run.members])
             together = together[np.argsort(together[:, ROW_AT.word("position")], kind="stable")]
         rows.append(together)
-    items = {
+    of_call = call.items[[run.members[0] for run in runs]]
+    items = {word: of_call[:, word].tolist() for word in (ITEM.k_at, ITEM.v_at, ITEM.index)} | {
         ITEM.k_len: [run.end for run in runs], ITEM.first_key: [run.start for run in runs],
         ITEM.pages: [lists.addresses[run.members[0]] for run in runs],
         ITEM.rows: [x.ctypes.data for x in rows], ITEM.start: [0] * len(runs),
     }  # fmt: skip
-    return Stage(call, items, rows)
+    return Stage(stage, items, rows)

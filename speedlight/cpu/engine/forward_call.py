@@ -233,16 +233,17 @@ class Call:
         names = ARGUMENTS[self.how.kind].names
         return dict(zip(names, np.frombuffer(self.launch.template, np.int64).tolist(), strict=True))
 
-    def staged(self, counts: tuple[int, ...], *, leaves: bool) -> Call:
+    def staged(self, counts: tuple[int, ...], *, leaves: bool, heads: tuple[int, int] | None = None) -> Call:
         """Prepares a call over the same keys of rows that go on from states, so many of each item.
 
-        leaves: whether the states are left again. Items, but for their queries and tickets, are a run's.
+        leaves: whether the states are left again. heads: bytes from one head's keys to the next, and of values, where
+        they lie in other memory. Items, but for their queries and tickets, are a run's.
         """
         p, isa = self.problem, self.how.isa
         first = min(p.q_starts) if p.first_row is None else p.first_row
         most, threads = max(p.k_lengths), self.machine[0] if self.machine else 1
         lengths = {"k_lengths": (most,) * len(counts), "q_starts": tuple([most - n for n in counts])}
-        problem = replace(p, q_lengths=counts, items=None, first_row=first, **lengths)
+        problem = replace(p, q_lengths=counts, items=None, first_row=first, rows=None, **lengths)
         how = schedule(problem, isa, threads, self.strides, self.how.tuning, leaves=leaves)
         blocks, tickets = tickets_of(problem, how)
         items = np.zeros((len(counts), len(ITEM)), np.int64)
@@ -253,6 +254,8 @@ class Call:
             "scratch_stride": how.scratch_stride, "limit": how.tickets, "item_count": len(items),
             "state_head": state_bytes(problem), "leaves": int(leaves),
         }  # fmt: skip
+        if heads is not None:
+            words |= dict(zip(("k_head", "v_head"), heads, strict=True))
         call = Call(problem, how, words, items, self.result_layout, self.strides, **self.lies, resumed=True)
         call.machine = self.machine
         return call

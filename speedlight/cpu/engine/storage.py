@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 from ...arrays.array import describe
 from ...arrays.dtypes import CODES, numpy_dtype
 from ...arrays.memory import Array, ask_for_large_pages
+from ...errors import ArgumentError
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
@@ -35,7 +37,7 @@ from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.repeating import functions
 from ..runtime.workers import get_threads, machine
 from .append_call import AppendCall, Blocks, New
-from .cascade import PageLists, Together, find_together
+from .cascade import PageLists, Together, after_prefix, find_together
 from .forward_call import Call, prepare
 from .schedule import DECODE_ROWS
 from .steps import Steps
@@ -199,6 +201,8 @@ class CacheStorage(BlockStorage):
         self.blocks = self._blocks()
         self.steps = Steps.of("cache", shape._replace(layers=0), self.pages, batch, capacity, ring, self.isa.name)
         self._place = self.steps, batch
+        self.prefix: CacheStorage | None = None  # has the first `shared` tokens of all sequences
+        self.sharers: weakref.WeakSet[CacheStorage] = weakref.WeakSet()  # which begin with tokens of this one
 
     def expect(self, tokens: int) -> None:
         """Asks for large pages, once, where a sequence fills half of one in each head: from `large_from` tokens on."""
@@ -206,6 +210,54 @@ class CacheStorage(BlockStorage):
             for store in itertools.chain(*self.stores):
                 ask_for_large_pages(store.memory)
             self._large_from(self.capacity + 1)  # never again
+
+    # --- a prefix: what lies before `shared` in memory of one's own is not used
+
+    def begin_with(self, prefix: Storage, tokens: int) -> None:
+        """Makes tokens of another cache's only sequence the first ones of all: whole tiles stay there."""
+        assert isinstance(prefix, CacheStorage)
+        shared = tokens // TILE * TILE
+        self._copy_prefix(prefix, shared, tokens)
+        if shared:
+            prefix.sharers.add(self)
+            self.prefix, self.shared, self.prepares_steps = prefix, shared, False
+
+    def _copy_prefix(self, prefix: CacheStorage, first: int, end: int) -> None:
+        """Copies tokens of a prefix to every sequence; `first` is a block's."""
+        self.expect(end)
+        blocks = slice(first // BLOCK, -(-end // BLOCK))
+        for mine, theirs in zip(itertools.chain(*self.stores), itertools.chain(*prefix.stores), strict=True):
+            mine.memory[:, :, blocks] = theirs.memory[:, :, blocks]
+
+    def leave_prefix(self) -> None:
+        """Copies what lies in a prefix: then every token is one's own."""
+        prefix, shared = self.prefix, self.shared
+        if prefix is not None:
+            self._copy_prefix(prefix, 0, shared)
+            self.shared, self.prefix, self.prepares_steps = 0, None, True
+            prefix.sharers.discard(self)
+
+    def before_change(self, least: int, name: str) -> None:
+        """Leaves a prefix whose tokens change; raises where other caches begin with them."""
+        read = max([x.shared for x in [*self.sharers]], default=0)
+        if least < read:
+            raise ArgumentError(
+                f"{name}: expected the first {read} tokens to stay, with which caches from from_prefix() begin; got "
+                f"{least}. Delete those caches first, or change a copy()."
+            )
+        if least < self.shared:
+            self.leave_prefix()
+
+    def _stages(self, call: Call, piece: Piece) -> Together:
+        """Returns the stages of a call: the prefix, then each sequence's own tokens."""
+        key, (last, found) = (self.prefix, self.shared, piece.after), call.together
+        if last != key:
+            assert self.prefix is not None
+            heads = self.prefix.keys[0].memory.strides[1], self.prefix.values[0].memory.strides[1]
+            lists = PageLists((), [self.numbers] * self.batch, TILE)
+            found = after_prefix(call, self.shared, lists, piece.after, heads)
+            call.together = key, found
+        return found
 
     def _large_from(self, tokens: int) -> None:
         """Sets from how many tokens on large pages are asked for, and what a repeated step may reach before."""
@@ -309,11 +361,18 @@ class CacheStorage(BlockStorage):
 
     def tokens(self, layer: int, part: str, n: int) -> np.ndarray:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
-        return self._get(layer, part, _ALL, n)
+        found = self._get(layer, part, _ALL, n)
+        if self.prefix is not None:
+            found[:, :, : self.shared] = self.prefix.tokens(layer, part, min(n, self.shared))
+        return found
 
     def parts(self, layer: int, counts: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Returns keys and values as files have them, of each sequence the slots in use."""
         keys, values = self._parts(layer, _ALL, max(counts))
+        if self.prefix is not None:
+            theirs = self.prefix._parts(layer, _ALL, self.shared)
+            for x, y in zip(itertools.chain(keys, values), itertools.chain(*theirs), strict=True):
+                x[:, :, : self.shared] = y
         for x in itertools.chain(keys, values):
             for item, n in enumerate(counts):
                 x[item, :, n:] = 0
@@ -333,6 +392,8 @@ class CacheStorage(BlockStorage):
                 blocks = -(-used[item] // BLOCK)
                 for mine, theirs in zip(self.stores[layer], other.stores[layer], strict=True):
                     theirs.memory[to, :, :blocks] = mine.memory[item, :, :blocks]
+        if self.prefix is not None:
+            other._copy_prefix(self.prefix, 0, self.shared)
 
     # --- what a failing call has written over
 
@@ -346,6 +407,12 @@ class CacheStorage(BlockStorage):
 
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
         """Prepares a piece's call: the problem is checked, nothing is written."""
+        if self.shared and not self._goes_on(q, piece, options):
+            self.leave_prefix()
+        if self.shared and piece.counts is None and not options.dropout and (known := options.key()) is not None:
+            spans = spans_of(max(piece.after))
+            key = "staged", q.shape, q.strides, q.dtype, known, spans
+            return self.steps.made(key, lambda: self._call_of_step(q, spans, options))
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
         stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
@@ -359,7 +426,16 @@ class CacheStorage(BlockStorage):
             part = np.empty(lse.numpy()[rows].shape, lse.numpy().dtype)
         lse_address = 0 if lse is None else lse.address if part is None else address_of(part)
         q_address, out_address = (x.address + start * x.strides[2] for x in (q, results.out))
-        call.run(q_address, *self.addresses[layer], out_address, lse_address)
+        addresses = q_address, *self.addresses[layer], out_address, lse_address
+        if self.prefix is not None:
+            if any(piece.counts or [1]):
+                self._stages(call, piece).run(addresses, None, self.prefix.addresses[layer])
+            for item, n in enumerate(piece.counts or ()):  # the rest of its rows are no queries
+                results.out.numpy()[item, :, n:] = 0
+                if lse is not None:
+                    lse.numpy()[item, :, n:] = -np.inf
+        else:
+            call.run(*addresses)
         if lse is not None and part is not None:
             lse.numpy()[rows] = part
 
@@ -383,17 +459,26 @@ class CacheStorage(BlockStorage):
             return None
         if len(q.shape) != 4 or 0 in q.shape or not min(lengths):
             return None
-        most = spans_of(max(lengths))
         self.expect(max(lengths))
-
-        def make() -> Prepared:
-            longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
-            stored = self.shape.stored(longest, hiding=self.ring.mask(bool(options.causal)), shortest=shortest)
-            call = self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
-            return Prepared(call)
+        most = spans_of(max(lengths))
 
         # it depends on no length beyond the spans: items_for() puts lengths and rows in
-        return self.steps.made(("step", q.shape, q.strides, q.dtype, known, most), make)
+        key = "step", q.shape, q.strides, q.dtype, known, most
+        return self.steps.made(key, lambda: Prepared(self._call_of_step(q, most, options)))
+
+    def _call_of_step(self, q: Array, spans: int, options: Options) -> Call:
+        """Prepares a call for any lengths of so many spans."""
+        longest, shortest = [min(spans * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
+        stored = self.shape.stored(longest, hiding=self.ring.mask(bool(options.causal)), shortest=shortest)
+        return self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
+
+    def _goes_on(self, q: Array, piece: Piece, options: Options) -> bool:
+        """Returns whether every query sees the whole prefix, but for what a mask hides."""
+        if len(q.shape) != 4:
+            return False
+        counts = piece.counts or [q.shape[2]] * self.batch
+        queries = counts if options.causal else map(bool, counts)
+        return all([end - n >= self.shared for end, n in zip(piece.after, queries, strict=True)])
 
     def remember(self, step: Prepared, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
         """Keeps a step that was checked with these arrays: q, or q, k and v."""
