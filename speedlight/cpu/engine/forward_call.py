@@ -249,8 +249,8 @@ class Call:
         items = np.zeros((len(counts), len(ITEM)), np.int64)
         items[:, ITEM.first], items[:, ITEM.blocks] = np.cumsum(tickets) - tickets, blocks
         items[:, ITEM.q_len] = counts
-        own = self.words()
-        words = {name: own[name] for name in KEPT_WORDS if name in own} | dict(how.words) | {
+        own, known = self.words(), ARGUMENTS[how.kind].words
+        words = {name: own[name] for name in KEPT_WORDS if name in own and name in known} | dict(how.words) | {
             "scratch_stride": how.scratch_stride, "limit": how.tickets, "item_count": len(items),
             "state_head": state_bytes(problem), "leaves": int(leaves),
         }  # fmt: skip
