@@ -149,20 +149,27 @@ def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
     undo: Overwritten = []
 
     def change() -> None:
-        records, old = pool._journal.records, pool._of(sequence)
+        journal, old = pool._journal, pool._of(sequence)
+        records = journal.records
         first, path = path_of(indices, start, min(old.lengths))
         length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
         new, returned = old, {}
+        journal.withdraw(old.pages[(moved[0][1] if moved else length) // size : -(-length // size)], undo)
         if moved:
             copies = pool._shared([old], [moved[0][1]], [length])
             if copies:
                 (new,), returned = pool._with_pages("keep", [old], [0], copies, mine)
             places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
             moves = Moves(*map(list, zip(*places, strict=True)))
+            overwritten: Overwritten = []
             for layer in range(pool.layers):
-                undo.extend(storage.before_moves(layer, [], moves))
+                overwritten.extend(storage.before_moves(layer, [], moves))
+            # first of all, since what is withdrawn is found again once it is as it was
+            undo[:0] = overwritten
             for layer in range(pool.layers):
                 storage.move(layer, moves)
+        if old.tokens is not None:
+            new = new._replace(tokens=old.tokens.kept(first, path))
         after = pool._shortened(number, new, length, mine) | returned
         records |= after
 

@@ -58,6 +58,18 @@ class PagedSequence:
         """Pages that it holds, in order."""
         return tuple(self.pool._of(self).held())
 
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens that calls gave with its keys and values, from the first one on."""
+        tokens = self.pool._of(self).tokens
+        return [] if tokens is None else tokens.numbers()
+
+    @property
+    def extra(self) -> Any:
+        """Key that it was made with."""
+        tokens = self.pool._of(self).tokens
+        return None if tokens is None else tokens.extra
+
     def fork(self) -> PagedSequence:
         """Makes another sequence of the same tokens. Pages are shared until one of the two writes to them."""
         return self.pool._fork(self)
