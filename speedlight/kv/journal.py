@@ -45,18 +45,6 @@ def loan_of(pages: list[int]) -> SequencePages:
     return SequencePages(pages, None, [], len(pages), None, None)
 
 
-class Lookups(NamedTuple):
-    """Counts of sequences that were made with tokens, of those that found pages, and of the tokens in these."""
-
-    lookups: int = 0
-    hits: int = 0
-    tokens_reused: int = 0
-
-    def after(self, tokens: int) -> Lookups:
-        """Returns the counts after a lookup that found so many tokens."""
-        return Lookups(self.lookups + 1, self.hits + (tokens > 0), self.tokens_reused + tokens)
-
-
 _EMPTY = loan_of([])
 _numbers = itertools.count()  # of the records of all pools: none is given twice
 
@@ -83,16 +71,29 @@ class PageJournal:
     places: pages by digest. A hint: `contents` decides whether the page is still there.
     last_use: pages in the order of their last release, every kept one among them.
     generation: another object after each forget(). Pages of an earlier one are not found.
-    lookups: counts for statistics().
+    lookups, hits, tokens_reused: counts for statistics().
     version: another object after each change of `others` and `free`, and after pages have left the index. A change is
         computed first; if a signal handler has changed something meanwhile, it is computed again. The lock keeps other
         threads out.
     """
 
     __slots__ = (
-        "claims", "contents", "free", "generation", "kept", "last_use", "lock", "lookups", "others", "places",
-        "records", "unowned", "version",
-    )  # fmt: skip
+        "claims",
+        "contents",
+        "free",
+        "generation",
+        "hits",
+        "kept",
+        "last_use",
+        "lock",
+        "lookups",
+        "others",
+        "places",
+        "records",
+        "tokens_reused",
+        "unowned",
+        "version",
+    )
 
     def __init__(self, pages: int) -> None:
         self.records: dict[int, SequencePages] = {}
@@ -105,7 +106,9 @@ class PageJournal:
         self.places: dict[bytes, int] = {}
         self.last_use: OrderedDict[int, None] = OrderedDict()
         self.generation = object()
-        self.lookups = Lookups()
+        self.lookups = 0
+        self.hits = 0
+        self.tokens_reused = 0
         self.version = object()
         self.lock = threading.RLock()
 
@@ -185,25 +188,24 @@ class PageJournal:
             if self.others[page] >= 0:
                 self.last_use.pop(page, None)
 
-    def share(self, number: int, make: Callable[[], tuple[SequencePages, Lookups]]) -> None:
-        """Stores a record in place of its loan: each of its pages is in one more record.
+    def share(self, number: int, make: Callable[[], SequencePages]) -> SequencePages:
+        """Stores a record in place of its loan: each of its pages is in one more record. Returns the record.
 
-        make: returns the record, and the counts afterwards. It is called with the lock, and again if anything changed.
+        make: returns it. It is called with the lock, and again if anything changed meanwhile.
         """
         others, records = self.others, self.records
         with self.lock:
             while True:
                 seen, version = self.version, object()
-                record, lookups = make()
+                record = make()
                 raised = {page: others[page] + 1 for page in record.held()}
                 kept = self.kept - [*raised.values()].count(0)
                 if self.version is seen:
                     others |= raised
                     records[number] = record
                     self.kept = kept
-                    self.lookups = lookups
                     self.version = version
-                    return
+                    return record
 
     def release_unowned(self) -> None:
         """Releases the records of deleted handles and of calls that have ended."""
@@ -313,22 +315,21 @@ class PageJournal:
     def forget(self) -> None:
         """Empties the index; kept pages are free then. Sequences that are there enter no pages any more."""
         free, others, contents = self.free, self.others, self.contents
-        with self.lock:
-            while True:
-                seen, version, generation = self.version, object(), object()
-                kept = [page for page, count in others.items() if count < 0]
-                zeros, emptied = dict.fromkeys(kept, 0), dict.fromkeys(others)
-                places, last_use = {}, OrderedDict()
-                if self.version is seen:
-                    free += kept
-                    others |= zeros
-                    contents |= emptied
-                    self.kept = 0
-                    self.places = places
-                    self.last_use = last_use
-                    self.generation = generation
-                    self.version = version
-                    return
+        while True:  # without the lock, which a signal could interrupt as it is released, when all is forgotten
+            seen, version, generation = self.version, object(), object()
+            kept = [page for page, count in others.items() if count < 0]
+            zeros, emptied = dict.fromkeys(kept, 0), dict.fromkeys(others)
+            places, last_use = {}, OrderedDict()
+            if self.version is seen:
+                free += kept
+                others |= zeros
+                contents |= emptied
+                self.kept = 0
+                self.places = places
+                self.last_use = last_use
+                self.generation = generation
+                self.version = version
+                return
 
     def after_fork(self) -> None:
         """In the child: the calls of the parent's other threads have ended."""

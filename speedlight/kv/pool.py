@@ -21,7 +21,7 @@ from ..problem.options import PLAIN, AnyArray, ArrayOf, Dtype, Ints, Options, St
 from ..problem.signatures import public, refuse_unknown
 from ..problem.storage import Overwritten
 from ..problem.tokens import BLOCK, Batch, TokenShape
-from .journal import Lookups, PageJournal, SequencePages, loan_of
+from .journal import PageJournal, SequencePages, loan_of
 from .prefixes import PageTokens, no_tokens, token_bytes, with_tokens
 from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of, second_part
 from .running import run_packed
@@ -133,7 +133,8 @@ class PagePool:
         pages; pages_kept: free pages that can be found.
         """
         self._journal.release_unowned()
-        return self._journal.lookups._asdict() | {"pages_kept": self._journal.kept}
+        names = ("lookups", "hits", "tokens_reused")
+        return {name: getattr(self._journal, name) for name in names} | {"pages_kept": self._journal.kept}
 
     def forget(self) -> None:
         """Forgets the pages that pool.sequence(tokens=) finds, as after a change of the model's weights.
@@ -195,15 +196,18 @@ class PagePool:
             number = journal.lend(mine)
             new, handle = self._handle(number)
 
-            def make() -> tuple[SequencePages, Lookups]:
+            def make() -> SequencePages:
                 pages, found = journal.find(wanted)
                 known = empty._replace(last=found[-1], offered=len(found)) if found else empty
                 table = self._storage.extended(self._storage.new_table(), pages, 0, [])
-                lookups = journal.lookups if tokens is None else journal.lookups.after(known.length)
-                return SequencePages(pages, table, [known.length] * self.layers, len(pages), handle, known), lookups
+                return SequencePages(pages, table, [known.length] * self.layers, len(pages), handle, known)
 
             unowned = journal.unowned
-            journal.share(number, make)
+            used = journal.share(number, make).used
+            is_hit, reused, is_lookup = used > 0, used * size, tokens is not None
+            journal.lookups += is_lookup
+            journal.hits += is_hit
+            journal.tokens_reused += reused
             del unowned[number]
             return new
 
@@ -249,7 +253,7 @@ class PagePool:
             pages = old.held()
             table = storage.extended(storage.copied(old.table), pages, old.used, [])
             record = old._replace(pages=pages, table=table, handle=handle)
-            journal.share(number, lambda: (record, journal.lookups))
+            journal.share(number, lambda: record)
             del unowned[number]
             return new
 
