@@ -70,6 +70,7 @@ class PageJournal:
     contents: by page, the tokens of an indexed one, else None. It has every page, too.
     places: pages by digest. A hint: `contents` decides whether the page is still there.
     last_use: pages in the order of their last release, every kept one among them.
+    has_tokens: whether any call gave tokens: without them a step costs no more than in a pool without an index.
     generation: another object after each forget(). Pages of an earlier one are not found.
     lookups, hits, tokens_reused: counts for statistics().
     version: another object after each change of `others` and `free`, and after pages have left the index. A change is
@@ -82,6 +83,7 @@ class PageJournal:
         "contents",
         "free",
         "generation",
+        "has_tokens",
         "hits",
         "kept",
         "last_use",
@@ -106,6 +108,7 @@ class PageJournal:
         self.places: dict[bytes, int] = {}
         self.last_use: OrderedDict[int, None] = OrderedDict()
         self.generation = object()
+        self.has_tokens = False
         self.lookups = 0
         self.hits = 0
         self.tokens_reused = 0

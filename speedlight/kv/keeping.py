@@ -14,6 +14,7 @@ from ..problem.checks import shorter_lengths
 from ..problem.storage import Overwritten
 from ..problem.tokens import Moves
 from ..problem.windows import Ring
+from .prefixes import kept_tokens
 from .transaction import transact
 
 Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
@@ -143,7 +144,7 @@ def shorten(cache: Any, find_left: Callable[[], Left]) -> None:
     transact(cache, set(range(cache.layers)), change, undo)
 
 
-def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
+def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any, tokens: Any) -> None:
     """Keeps tokens of a sequence: they move within its pages, or in copies of shared ones."""
     number, size, storage, mine = sequence._number, pool.page_size, pool._storage, {sequence._number}
     undo: Overwritten = []
@@ -153,6 +154,9 @@ def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
         records = journal.records
         first, path = path_of(indices, start, min(old.lengths))
         length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
+        if tokens is not None:
+            journal.has_tokens = True
+        known = kept_tokens(old.tokens, first, path, tokens, size, journal.generation)
         new, returned = old, {}
         journal.withdraw(old.pages[(moved[0][1] if moved else length) // size : -(-length // size)], undo)
         if moved:
@@ -168,9 +172,7 @@ def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
             undo[:0] = overwritten
             for layer in range(pool.layers):
                 storage.move(layer, moves)
-        if old.tokens is not None:
-            new = new._replace(tokens=old.tokens.kept(first, path))
-        after = pool._shortened(number, new, length, mine) | returned
+        after = pool._shortened(number, new._replace(tokens=known), length, mine) | returned
         records |= after
 
     transact(pool, mine, change, undo)

@@ -186,6 +186,7 @@ class PagePool:
             record = SequencePages([], self._storage.new_table(), [0] * self.layers, 0, handle, None)
             records[number] = record
             return new
+        journal.has_tokens = True
         empty, size = no_tokens(extra, self.page_size, journal.generation), self.page_size
         prompt = b"" if tokens is None else token_bytes(tokens, None)
         whole = empty.extended(0, 0, prompt)
@@ -360,7 +361,7 @@ class PagePool:
         steps = self._storage.prepares_steps and new_lengths is None
         found = self._storage.find_step(len(sequences), given, PLAIN) if steps else None
         if found is not None:
-            return self._grow(layer, sequences, Packed(found[0].counts, k, v, step=found, tokens=tokens))
+            return self._grow(layer, sequences, Packed(found[0].counts, k, v, None, (), False, found, tokens))
         k, v = packed_tokens(self._storage, k, v, None)
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
         if steps:
@@ -413,7 +414,8 @@ class PagePool:
             q_lengths: the same of q. Default new_lengths; must be said where q has other tokens than k. Of each
                 sequence the last query is at the last token: more queries than new tokens ask for earlier ones again.
             tokens: one int for each row of k, in one list: pool.sequence(tokens=) then finds the pages that they fill.
-                They are given from a sequence's first append on; in the first layer, or in each layer the same.
+                They are given from a sequence's first append on; in the first layer, or in each layer the same. A tree
+                of guesses has none: PagedSequence.keep(tokens=) gives those of the path.
             return_lse, out: as for speedlight.attention.
             **options: as for KVCache.attend; a mask's b, and dropout's batch item, is the index in `sequences`.
 
@@ -471,25 +473,29 @@ class PagePool:
         if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
 
-        new_tokens = None if packed.tokens is None else token_bytes(packed.tokens, sum(counts))
+        new_tokens = None
+        if packed.tokens is not None:
+            new_tokens = token_bytes(packed.tokens, sum(counts))
+            self._journal.has_tokens = True
 
         def change() -> Any:
             journal = self._journal
             returned: dict[int, SequencePages] = {}
-            found: dict[int, PageTokens | None] = {}
+            found: dict[int, PageTokens | None] | None = None
             before = self._several(sequences, numbers)
-            starts, totals, longer, fits, has_tokens = lengths_after(before, layer, counts, size, journal.others)
+            starts, totals, longer, fits = lengths_after(before, layer, counts, size, journal.others)
             if packed.asked is not counts and packed.query is not None:
                 check_asked(packed.asked, totals)
             if new_tokens is not None:
-                empty, has_tokens = no_tokens(None, size, journal.generation), True
+                empty = no_tokens(None, size, journal.generation)
                 longer = with_tokens(longer, starts, counts, new_tokens, empty)
             if not fits:
                 copies = self._shared(before, starts, totals)
                 fresh = [max(-(-n // size) - x.used, 0) for x, n in zip(before, totals, strict=True)]
                 if copies or any(fresh):
                     longer, returned = self._with_pages(f"layer {layer}", longer, fresh, copies, mine)
-            if has_tokens:
+            if journal.has_tokens:
+                found = {}
                 replaced = [page for loan in returned.values() for page in loan.pages]
                 longer = [journal.offer(x, replaced, found) for x in longer]
             batch = Batch([x[1] for x in longer], starts, totals, counts)
@@ -498,7 +504,8 @@ class PagePool:
             after |= returned
             records, contents = journal.records, journal.contents
             records |= after
-            contents |= found
+            if found:
+                contents |= found
             return result
 
         return transact(self, mine, change)

@@ -130,8 +130,8 @@ class SequenceTokens(NamedTuple):
             last = last.parent
         return self._replace(last=last, rest=rest, offered=min(self.offered, pages))
 
-    def kept(self, start: int, path: list[int]) -> SequenceTokens:
-        """Returns the tokens that keep() leaves: those before `start`, and those at these indices from there on."""
+    def along(self, start: int, path: list[int]) -> SequenceTokens:
+        """Returns those before `start`, and those at these indices from there on."""
         behind = self.between(start, self.length)
         left = b"".join([behind[at * _BYTES : (at + 1) * _BYTES] for at in path])
         return self.cut(start).extended(0, min(start, self.length), left)
@@ -163,20 +163,30 @@ def _number(x: Any, what: str) -> int:
     return number
 
 
-def token_bytes(tokens: Any, rows: int | None) -> bytes:
-    """Returns the tokens of a call as int64 numbers; `rows`: how many k has, None of a prompt."""
-    what = "ints" if rows is None else f"{rows} ints, one for each row of k"
+def token_bytes(tokens: Any, rows: int | None, each: str = "row of k") -> bytes:
+    """Returns the tokens of a call as int64 numbers; `rows`: how many there should be, None of a prompt."""
+    what = "ints" if rows is None else f"{rows} ints, one for each {each}"
     numbers = listed(tokens, "tokens", what)
     if set(map(type, numbers)) - {int}:
         numbers = [_number(x, what) for x in numbers]
     if rows is not None and len(numbers) != rows:
-        way = " Leave out tokens of rows that are stored already." if len(numbers) > rows else ""
+        way = " Leave out tokens that are stored already." if len(numbers) > rows else ""
         raise ArgumentError(f"tokens: expected {what}; got {len(numbers)}.{way}")
     try:
         return array(_CODE, numbers).tobytes()
     except OverflowError:
         most = max(numbers, key=abs)
         raise ArgumentError(f"tokens: expected ints of 64 bits; got {shown(most)} among them.") from None
+
+
+def kept_tokens(
+    before: SequenceTokens | None, start: int, path: list[int], tokens: Any, page_size: int, generation: object
+) -> SequenceTokens | None:
+    """Returns the tokens that keep() leaves; `tokens`: those of the path, as the caller has them, or None."""
+    if tokens is None:
+        return None if before is None else before.along(start, path)
+    new = token_bytes(tokens, len(path), "index")
+    return (before or no_tokens(None, page_size, generation)).cut(start).extended(0, start, new)
 
 
 def with_tokens(

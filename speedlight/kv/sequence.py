@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arrays.integers import integer
 from ..errors import ArgumentTypeError, not_pickled
+from ..problem.options import Ints
 from .keeping import keep_in_pages
 
 
@@ -86,10 +87,11 @@ class PagedSequence:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
         self.pool._truncate(self, integer("length", length))
 
-    def keep(self, indices: Any, *, start: int) -> None:
+    def keep(self, indices: Any, *, start: int, tokens: Ints | None = None) -> None:
         """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
 
-        As KVCache.keep() does it; pages that hold no tokens then are returned.
+        As KVCache.keep() does it; pages that hold no tokens then are returned. `tokens`: those that are kept, one int
+        for each index. A tree is appended without tokens=, since no prompt has its order.
 
         Raises:
             CacheFull: pages are shared with a fork, and too few are free for copies of those that change.
@@ -106,7 +108,7 @@ class PagedSequence:
         >>> a.keep([0, 2, 5], start=20); a.length()  # of which a path of three is right
         23
         """
-        keep_in_pages(self.pool, self, indices, start)
+        keep_in_pages(self.pool, self, indices, start, tokens)
 
     def free(self) -> None:
         """Returns its pages to the pool. The handle cannot be used afterwards."""

@@ -15,7 +15,6 @@ class Appended(NamedTuple):
     """Sequences after an append to a layer, if none needs other pages.
 
     starts, totals: of each its tokens in the layer, before and after.
-    has_tokens: whether calls gave the tokens of any.
     fits: whether none needs any, as nearly always: each one's new tokens go to one page that it has, and has alone.
     """
 
@@ -23,28 +22,25 @@ class Appended(NamedTuple):
     totals: list[int]
     after: list[SequencePages]
     fits: bool
-    has_tokens: bool
 
 
 def lengths_after(
     before: list[SequencePages], layer: int, counts: list[int], page_size: int, others: dict[int, int]
 ) -> Appended:
     """Returns sequences with the lengths that they have once `counts` new tokens of each are stored in a layer."""
-    starts, totals, after, fits, has_tokens = [], [], [], True, False
+    starts, totals, after, fits = [], [], [], True
     for record, n in zip(before, counts, strict=True):
         pages, table, lengths, used, handle, tokens = record
         start = lengths[layer]
         total, at = start + n, start // page_size
         if n and (total > (at + 1) * page_size or at >= used or others[pages[at]]):
             fits = False
-        if tokens is not None:
-            has_tokens = True
         lengths = lengths[:]
         lengths[layer] = total
         starts.append(start)
         totals.append(total)
         after.append(new_tuple(SequencePages, (pages, table, lengths, used, handle, tokens)))
-    return new_tuple(Appended, (starts, totals, after, fits, has_tokens))
+    return new_tuple(Appended, (starts, totals, after, fits))
 
 
 def shared_pages(

@@ -333,6 +333,24 @@ def test_who_writes_to_a_shared_page_copies_it():
     check_accounts(pool, [one, two])
 
 
+def test_a_tree_has_no_tokens_and_its_path_has(rng):
+    """Guesses beside each other are no prompt; the path is, and its pages are found once it goes on."""
+    pool = made()
+    sequence = append(pool, pool.sequence(), PROMPT[:30])
+    k, v = computed(pool, 0, PROMPT, None, 30)
+    tree = [0, 0, 1, 2, 2, 3, 0]  # of each guess its depth
+    pool.append(0, [sequence], k[tree], v[tree], new_lengths=[7])
+    sequence.keep([1, 2, 4, 5], start=30, tokens=PROMPT[30:34])
+    assert sequence.tokens == PROMPT[:34] and found_of(pool, PROMPT) == 16
+    append(pool, sequence, PROMPT)
+    assert_computed(sequence, PROMPT)
+    assert found_of(pool, PROMPT) == 48
+    untold = pool.sequence()
+    pool.append(0, [untold], k[tree], v[tree], new_lengths=[7])
+    untold.keep([1, 2], start=0, tokens=[5, 6])
+    assert untold.tokens == [5, 6]
+
+
 def test_tokens_of_a_path_are_known_as_far_as_they_were():
     pool = made()
     sequence = append(pool, pool.sequence(tokens=[]), PROMPT[:18])
@@ -413,7 +431,7 @@ def of_rows(n=3, **options):
 
 WRONG = [
     (of_rows(tokens=[1, 2]), "tokens: expected 3 ints, one for each row of k; got 2."),
-    (of_rows(tokens=[1, 2, 3, 4]), "got 4. Leave out tokens of rows that are stored already"),
+    (of_rows(tokens=[1, 2, 3, 4]), "got 4. Leave out tokens that are stored already"),
     (of_rows(tokens=[1, 2.5, 3]), "tokens: expected 3 ints, one for each row of k; got float among them"),
     (of_rows(tokens=[1, True, 3]), "got bool among them"),
     (of_rows(tokens=np.ones(3, np.float32)), "got float among them"),
@@ -431,6 +449,14 @@ WRONG = [
     (
         lambda p, s, q, k, v: p.append(1, [s], k, v, tokens=[100, 7, 102]),
         "tokens: expected 101 at position 1 of sequence 0, as given for another layer; got 7. Give equal tokens",
+    ),
+    (
+        lambda p, s, q, k, v: p.untold.keep([0, 2], start=1, tokens=[1, 2]),
+        "tokens: expected None, since no call gave the tokens of sequence 0 from position 0 on; got tokens from 1 on",
+    ),
+    (
+        lambda p, s, q, k, v: p.untold.keep([0, 2], start=0, tokens=[1]),
+        "tokens: expected 2 ints, one for each index; got 1.",
     ),
     (lambda p, s, q, k, v: p.sequence(tokens=5), "tokens: expected ints; got int"),
     (lambda p, s, q, k, v: p.sequence(tokens=[1.0]), "tokens: expected ints; got float among them"),
@@ -451,7 +477,8 @@ def test_what_is_wrong_is_named_and_changes_nothing(rng, call, message):
     pool = Pool(layers=2, pages=9, page_size=16, kv_heads=2, head_dim=16, value_dim=17)
     q, k, v = packed(rng, "float32", 5)
     pool.untold, sequence = pool.sequence(), pool.sequence()
-    pool.append(0, [pool.untold], k, v)
+    for layer in (0, 1):
+        pool.append(layer, [pool.untold], k, v)
     prompted(pool, [5] * 32)[0].free()
     append(pool, sequence, PROMPT[:20], layers=[0])
 
@@ -482,6 +509,46 @@ def test_tensors_are_tokens():
 
 
 # --- threads and processes
+
+
+def cuts(pool, held):
+    """Writes other tokens to a page that is found."""
+    held.truncate(40)
+    append(pool, held, [*PROMPT[:40], *range(10)])
+
+
+def takes(pool, held):
+    """Takes the page that is found."""
+    held.free()
+    append(pool, pool.sequence(), [1] * 16 * pool.free_pages, told=False).free()
+
+
+def forgets(pool, held):
+    """Forgets it, and computes it anew."""
+    pool.forget()
+    prompted(pool, PROMPT)[0].free()
+
+
+@pytest.mark.parametrize("change", [cuts, takes, forgets])
+def test_pages_that_change_while_they_are_found_are_looked_up_again(monkeypatch, change):
+    """As a signal handler or another thread may change them: between the lookup and its effect."""
+    pool = made(pages=8)
+    held, _ = prompted(pool, PROMPT)
+    find, calls = type(pool._journal).find, []
+
+    def between(journal, wanted):
+        found = find(journal, wanted)
+        calls.append(found)
+        if len(calls) == 1:
+            change(pool, held)
+        return found
+
+    monkeypatch.setattr(type(pool._journal), "find", between)
+    sequence = pool.sequence(tokens=PROMPT)
+    assert len(calls) > 1 and sequence.length() == {cuts: 32, takes: 0, forgets: 48}[change]
+    assert_computed(sequence, sequence.tokens)
+    append(pool, sequence, PROMPT)
+    assert_computed(sequence, PROMPT)
 
 
 def test_accounts_are_exact_whatever_threads_do():
