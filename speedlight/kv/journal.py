@@ -289,7 +289,7 @@ class PageJournal:
         Returns the record that has offered them.
         """
         tokens = record.tokens
-        if tokens is None or tokens.last.depth <= tokens.offered or tokens.last.generation is not self.generation:
+        if tokens is None or tokens.last.depth <= tokens.offered:
             return record
         full = min(min(record.lengths) // tokens.page_size, tokens.last.depth)
         if full <= tokens.offered:

@@ -107,8 +107,9 @@ class SequenceTokens(NamedTuple):
         common = min(known * _BYTES, len(new))
         before = self.between(start, start + common // _BYTES) if common > 0 else b""
         if before != new[:common]:
-            pairs = zip(array(_CODE, before), array(_CODE, new[:common]), strict=True)
-            at, (one, other) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+            pairs = [*zip(array(_CODE, before), array(_CODE, new[:common]), strict=True)]
+            at = [one == other for one, other in pairs].index(False)
+            one, other = pairs[at]
             raise ArgumentError(
                 f"tokens: expected {one} at position {start + at} of sequence {index}, as given for another layer; got "
                 f"{other}. Give equal tokens in each layer, or tokens in the first layer alone."

@@ -342,9 +342,9 @@ MUTATIONS = (
         "tests/conformance/pages/test_shared_prompts.py -k cut_fork_shares",
     ),
     Mutation(
-        "sequences from before forget() enter pages",
+        "pages of sequences from before forget() are found",
         "kv/journal.py",
-        " or tokens.last.generation is not self.generation",
+        " and tokens.generation is self.generation",
         "",
         "tests/conformance/pages/test_shared_prompts.py -k statistics",
     ),

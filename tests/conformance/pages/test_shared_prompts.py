@@ -131,11 +131,15 @@ def test_a_call_that_fails_enters_nothing(rng, monkeypatch):
     assert found_of(pool, PROMPT) == 48
 
 
-def test_the_second_of_two_that_compute_the_same_keeps_its_own():
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_second_of_two_that_compute_the_same_keeps_its_own(at_once):
     pool = made()
     both = [pool.sequence(tokens=PROMPT) for _ in range(2)]
-    k, v = (np.concatenate([x, x]) for x in computed(pool, 0, PROMPT))
-    pool.append(0, both, k, v, new_lengths=[50, 50], tokens=PROMPT * 2)
+    if at_once:
+        k, v = (np.concatenate([x, x]) for x in computed(pool, 0, PROMPT))
+        pool.append(0, both, k, v, new_lengths=[50, 50], tokens=PROMPT * 2)
+    else:
+        both = [append(pool, x, PROMPT) for x in both]
     third = pool.sequence(tokens=PROMPT)
     assert not {*both[0].pages} & {*both[1].pages} and third.pages == both[0].pages[:3]
     third.free()
@@ -514,7 +518,7 @@ def test_tensors_are_tokens():
 def cuts(pool, held):
     """Writes other tokens to a page that is found."""
     held.truncate(40)
-    append(pool, held, [*PROMPT[:40], *range(10)])
+    append(pool, held, [*PROMPT[:40], *range(8)])
 
 
 def takes(pool, held):
@@ -533,7 +537,7 @@ def forgets(pool, held):
 def test_pages_that_change_while_they_are_found_are_looked_up_again(monkeypatch, change):
     """As a signal handler or another thread may change them: between the lookup and its effect."""
     pool = made(pages=8)
-    held, _ = prompted(pool, PROMPT)
+    held, _ = prompted(pool, PROMPT[:48])
     find, calls = type(pool._journal).find, []
 
     def between(journal, wanted):
