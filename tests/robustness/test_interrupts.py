@@ -169,8 +169,8 @@ def made_prompts(rng, pages=20):
     w.sequences, w.state, w.loses = [a, a.fork(), c], prompts_state, pages < 20
     prompted(pool, KEPT)[0].free()
     pool.statistics()  # those that are released
-    w.rows = [computed(pool, layer, [*SHORT, *HELD], None, 24) for layer in (0, 1)]
-    pool.append(0, [a], *w.rows[0], new_lengths=[40], tokens=HELD)
+    pool.append(0, [a], *computed(pool, 0, [*SHORT, *HELD], None, 24), new_lengths=[40], tokens=HELD)
+    w.rows = Tokens(None, *computed(pool, 1, [*SHORT, *HELD], None, 24))
     return w
 
 
@@ -258,13 +258,13 @@ def finds(w):
 
 
 def grows(w):
-    return w.pool.attend(1, w.sequences[:1], np.concatenate([w.few.q] * 1), *w.rows[1], new_lengths=[40], tokens=HELD)
+    return w.pool.attend(1, w.sequences[:1], w.few.q, w.rows.k, w.rows.v, new_lengths=[40], tokens=HELD)
 
 
 PROMPTS = {
     "sequence": (finds, again),
     "attend": (grows, again),
-    "append": (lambda w: w.pool.append(1, w.sequences[:1], *w.rows[1], new_lengths=[40]), again),
+    "append": (lambda w: w.pool.append(1, w.sequences[:1], w.rows.k, w.rows.v, new_lengths=[40]), again),
     "append to all": (
         lambda w: w.pool.append(0, w.sequences, w.few.k, w.few.v, new_lengths=[0, 20, 20], tokens=range(40)),
         again,
