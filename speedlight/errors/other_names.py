@@ -169,6 +169,7 @@ _ATTEND = {
 _PACKED_ATTEND = {
     "layout": "nothing: pools take (total new, heads, dim), one sequence's tokens after the other's",
     "slot_mapping": "nothing: the pool finds places for new tokens",
+    "token_ids input_ids prompt_token_ids": "tokens=, one int for each row of k",
 }
 _PUT = {
     "layout": _ATTEND["layout"].replace("q.swap", "k.swap"),

@@ -14,6 +14,7 @@ from ..problem.checks import shorter_lengths
 from ..problem.storage import Overwritten
 from ..problem.tokens import Moves
 from ..problem.windows import Ring
+from .prefixes import kept_tokens
 from .transaction import transact
 
 Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
@@ -144,27 +145,35 @@ def shorten(cache: Any, find_left: Callable[[], Left], name: str) -> None:
     transact(cache, set(range(cache.layers)), change, undo)
 
 
-def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
+def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any, tokens: Any) -> None:
     """Keeps tokens of a sequence: they move within its pages, or in copies of shared ones."""
     number, size, storage, mine = sequence._number, pool.page_size, pool._storage, {sequence._number}
     undo: Overwritten = []
 
     def change() -> None:
-        records, old = pool._journal.records, pool._of(sequence)
+        journal, old = pool._journal, pool._of(sequence)
+        records = journal.records
         first, path = path_of(indices, start, min(old.lengths))
         length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
+        if tokens is not None:
+            journal.has_tokens = True
+        known = kept_tokens(old.tokens, first, path, tokens, size, journal.generation)
         new, returned = old, {}
+        journal.withdraw(old.pages[(moved[0][1] if moved else length) // size : -(-length // size)], undo)
         if moved:
             copies = pool._shared([old], [moved[0][1]], [length])
             if copies:
                 (new,), returned = pool._with_pages("keep", [old], [0], copies, mine)
             places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
             moves = Moves(*map(list, zip(*places, strict=True)))
+            overwritten: Overwritten = []
             for layer in range(pool.layers):
-                undo.extend(storage.before_moves(layer, [], moves))
+                overwritten.extend(storage.before_moves(layer, [], moves))
+            # first of all, since what is withdrawn is found again once it is as it was
+            undo[:0] = overwritten
             for layer in range(pool.layers):
                 storage.move(layer, moves)
-        after = pool._shortened(number, new, length, mine) | returned
+        after = pool._shortened(number, new._replace(tokens=known), length, mine) | returned
         records |= after
 
     transact(pool, mine, change, undo)

@@ -22,6 +22,7 @@ from ..problem.signatures import public, refuse_unknown
 from ..problem.storage import Overwritten
 from ..problem.tokens import BLOCK, Batch, TokenShape
 from .journal import PageJournal, SequencePages, loan_of
+from .prefixes import PageTokens, no_tokens, token_bytes, with_tokens
 from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of, second_part
 from .running import run_packed
 from .saving import save_sequence
@@ -112,9 +113,8 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence holds."""
-        self._journal.release_unowned()
-        return len(self._journal.free)
+        """Pages that no sequence holds, those that are kept for equal prompts among them."""
+        return self._journal.count_free()
 
     @property
     def page_bytes(self) -> int:
@@ -126,6 +126,23 @@ class PagePool:
         """Bytes of the pages that sequences hold; a shared page counts once."""
         return (self.pages - self.free_pages) * self.page_bytes
 
+    def statistics(self) -> dict[str, int]:
+        """Returns counts of shared prompts.
+
+        lookups: sequences that were made with tokens=; hits: those that found pages; tokens_reused: tokens in these
+        pages; pages_kept: free pages that can be found.
+        """
+        self._journal.release_unowned()
+        names = ("lookups", "hits", "tokens_reused")
+        return {name: getattr(self._journal, name) for name in names} | {"pages_kept": self._journal.kept}
+
+    def forget(self) -> None:
+        """Forgets the pages that pool.sequence(tokens=) finds, as after a change of the model's weights.
+
+        Sequences stay as they are; pages of a sequence from before are not found any more.
+        """
+        self._journal.forget()
+
     def after_fork(self) -> None:
         """In the child: the calls of the parent's other threads have ended, and what they overwrote is back."""
         if self._storage.survives_fork:
@@ -136,14 +153,66 @@ class PagePool:
 
     # --- sequences
 
-    def sequence(self) -> PagedSequence:
-        """Makes a new sequence, without tokens. Its pages return when it is freed or deleted."""
-        self._journal.release_unowned()
-        records, number = self._journal.records, self._journal.next_number()
-        new, handle = self._handle(number)
-        record = SequencePages([], self._storage.new_table(), [0] * self.layers, 0, handle)
-        records[number] = record
-        return new
+    def sequence(self, *, tokens: Ints | None = None, extra: Any = None) -> PagedSequence:
+        """Makes a new sequence. Its pages return when it is freed or deleted.
+
+        Args:
+            tokens: the prompt. The sequence starts with the longest prefix in full pages that the pool still has, never
+                with the whole prompt: the last token is left to compute. The caller appends what follows length().
+            extra: key that both sequences of a shared prefix must have: a tenant, an adapter, an image. A str, bytes,
+                an int, or a tuple of these.
+
+        Pages are found once all layers have them in full, with tokens=, which append() and attend() take.
+
+        >>> import numpy as np, speedlight as sl
+        >>> pool = sl.PagePool(layers=1, pages=8, page_size=16, kv_heads=2, head_dim=4)
+        >>> prompt = list(range(40)); x = np.ones((40, 2, 4), np.float32)
+        >>> first = pool.sequence(tokens=prompt); first.length()
+        0
+        >>> pool.append(0, [first], x, x, tokens=prompt)
+        >>> second = pool.sequence(tokens=prompt); second.length(), second.pages == first.pages[:2]
+        (32, True)
+        >>> pool.append(0, [second], x[32:], x[32:], tokens=prompt[32:])
+        >>> pool.sequence(tokens=prompt, extra="another tenant").length()
+        0
+        >>> pool.statistics()
+        {'lookups': 3, 'hits': 1, 'tokens_reused': 32, 'pages_kept': 0}
+        """
+        journal = self._journal
+        journal.release_unowned()
+        if tokens is None and extra is None:
+            records, number = journal.records, journal.next_number()
+            new, handle = self._handle(number)
+            record = SequencePages([], self._storage.new_table(), [0] * self.layers, 0, handle, None)
+            records[number] = record
+            return new
+        journal.has_tokens = True
+        empty, size = no_tokens(extra, self.page_size, journal.generation), self.page_size
+        prompt = b"" if tokens is None else token_bytes(tokens, None)
+        whole = empty.extended(0, 0, prompt)
+        wanted = whole.pages(0, (whole.length - 1) // size)
+        mine: set[Any] = set()
+
+        def change() -> PagedSequence:
+            number = journal.lend(mine)
+            new, handle = self._handle(number)
+
+            def make() -> SequencePages:
+                pages, found = journal.find(wanted)
+                known = empty._replace(last=found[-1], offered=len(found)) if found else empty
+                table = self._storage.extended(self._storage.new_table(), pages, 0, [])
+                return SequencePages(pages, table, [known.length] * self.layers, len(pages), handle, known)
+
+            unowned = journal.unowned
+            used = journal.share(number, make).used
+            is_hit, reused, is_lookup = used > 0, used * size, tokens is not None
+            journal.lookups += is_lookup
+            journal.hits += is_hit
+            journal.tokens_reused += reused
+            del unowned[number]
+            return new
+
+        return transact(self, mine, change)
 
     def _handle(self, number: int) -> tuple[PagedSequence, weakref.ref[PagedSequence]]:
         """Makes the handle of a record, and a reference to it, which enters its number when nobody has it any more."""
@@ -179,12 +248,13 @@ class PagePool:
         mine = {sequence._number}
 
         def change() -> PagedSequence:
-            old, storage, unowned = self._of(sequence), self._storage, self._journal.unowned
-            number = self._journal.lend(mine)
+            old, storage, journal = self._of(sequence), self._storage, self._journal
+            number, unowned = journal.lend(mine), journal.unowned
             new, handle = self._handle(number)
             pages = old.held()
             table = storage.extended(storage.copied(old.table), pages, old.used, [])
-            self._journal.share(number, SequencePages(pages, table, old.lengths, old.used, handle))
+            record = old._replace(pages=pages, table=table, handle=handle)
+            journal.share(number, lambda: record)
             del unowned[number]
             return new
 
@@ -193,21 +263,24 @@ class PagePool:
     def _truncate(self, sequence: PagedSequence, length: int) -> None:
         """Shortens a sequence to so many tokens."""
         number, mine = sequence._number, {sequence._number}
+        undo: Overwritten = []
 
         def change() -> None:
-            records, old = self._journal.records, self._of(sequence)
+            records, old, size = self._journal.records, self._of(sequence), self.page_size
             least = min(old.lengths)
             if not 0 <= length <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {shown(length)}.")
+            self._journal.withdraw(old.pages[length // size : -(-length // size)], undo)
             after = self._shortened(number, old, length, mine)
             records |= after
 
-        transact(self, mine, change)
+        transact(self, mine, change, undo)
 
     def _shortened(self, number: int, old: SequencePages, length: int, mine: set[Any]) -> dict[int, SequencePages]:
         """Returns the record of a sequence of `length` tokens, and a loan of the pages that it no longer has."""
         used = -(-length // self.page_size)
-        after = {number: old._replace(lengths=[length] * self.layers, used=used)}
+        tokens = None if old.tokens is None else old.tokens.cut(length)
+        after = {number: old._replace(lengths=[length] * self.layers, used=used, tokens=tokens)}
         left = old.pages[used : old.used]
         if left:
             after[self._journal.lend(mine)] = loan_of(left)
@@ -266,15 +339,21 @@ class PagePool:
 
     @public(has_frame=False)
     def append(
-        self, layer: int, sequences: Sequences, k: Any, v: Any = None, *, new_lengths: Any = None, **theirs: NoReturn
-    ) -> None:
-        """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
-        the other's; new_lengths: how many of them are each sequence's, as for attend(). Of a pool of latents k and v
-        are as for KVCache.append().
+        self, layer: int, sequences: Sequences, k: Any, v: Any = None, *, new_lengths: Any = None, tokens: Any = None,
+        **theirs: NoReturn,
+    ) -> None:  # fmt: skip
+        """Stores tokens without attending.
+
+        Args:
+            layer: index of the layer.
+            sequences: a list of this pool's sequences, each once.
+            k: (total new, kv_heads, head_dim), one sequence's rows after the other's.
+            v: (total new, kv_heads, value_dim). Of a pool of latents k and v are as for KVCache.append().
+            new_lengths, tokens: as for attend().
         """
         refuse_unknown(PagePool.append, theirs)
         if in_graph():
-            return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
+            return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths, tokens=tokens)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         if self.latent:
             v = second_part(self._storage.shape, k, v)
@@ -282,27 +361,27 @@ class PagePool:
         steps = self._storage.prepares_steps and new_lengths is None
         found = self._storage.find_step(len(sequences), given, PLAIN) if steps else None
         if found is not None:
-            return self._grow(layer, sequences, Packed(found[0].counts, k, v, step=found))
+            return self._grow(layer, sequences, Packed(found[0].counts, k, v, None, (), False, found, tokens))
         k, v = packed_tokens(self._storage, k, v, None)
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
         if steps:
             self._storage.remember_put(given, k, v, counts, PLAIN)
-        self._grow(layer, sequences, Packed(counts, k, v))
+        self._grow(layer, sequences, Packed(counts, k, v, tokens=tokens))
 
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[False] = False, **options: Unpack[StepCall],
+        return_lse: Literal[False] = False, tokens: Ints | None = None, **options: Unpack[StepCall],
     ) -> T: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[True], **options: Unpack[StepCall],
+        return_lse: Literal[True], tokens: Ints | None = None, **options: Unpack[StepCall],
     ) -> tuple[T, T]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: bool, **options: Unpack[StepCall],
+        return_lse: bool, tokens: Ints | None = None, **options: Unpack[StepCall],
     ) -> T | tuple[T, T]: ...  # fmt: skip
     @public(StepOptions, has_frame=False)
     def attend(
@@ -315,6 +394,7 @@ class PagePool:
         *,
         new_lengths: Ints | None = None,
         q_lengths: Ints | None = None,
+        tokens: Ints | None = None,
         return_lse: bool = False,
         out: AnyArray | None = None,
         **options: Unpack[StepOptions],
@@ -333,6 +413,9 @@ class PagePool:
                 sequence, else one each.
             q_lengths: the same of q. Default new_lengths; must be said where q has other tokens than k. Of each
                 sequence the last query is at the last token: more queries than new tokens ask for earlier ones again.
+            tokens: one int for each row of k, in one list: pool.sequence(tokens=) then finds the pages that they fill.
+                They are given from a sequence's first append on; in the first layer, or in each layer the same. A tree
+                of guesses has none: PagedSequence.keep(tokens=) gives those of the path.
             return_lse, out: as for speedlight.attention.
             **options: as for KVCache.attend; a mask's b, and dropout's batch item, is the index in `sequences`.
 
@@ -350,18 +433,20 @@ class PagePool:
             refuse_unknown(PagePool.attend, options)
         if in_graph():
             more = {"new_lengths": new_lengths, "q_lengths": q_lengths, "return_lse": return_lse, "out": out}
-            return outside(PagePool.attend, self, layer, sequences, q, k, v, **more, **options)
+            return outside(PagePool.attend, self, layer, sequences, q, k, v, tokens=tokens, **more, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         given = Options.of_step(k is not None, "lhd", options)
         if self.latent and k is not None:
             v = second_part(self._storage.shape, k, v)
+        if k is None and tokens is not None:
+            raise ArgumentError("tokens: expected None without k and v, whose rows they name. Give k and v, too.")
         arrays = (q,) if k is v is None else (q, k, v)
         usual = new_lengths is q_lengths is out is None and self._storage.prepares_steps
         if usual and type(return_lse) is bool:
             found = self._storage.find_step(len(sequences), arrays, given)
             if found is not None:
                 counts, query = found[0].counts, Query(arrays, None, given, return_lse, None)
-                packed = Packed(counts, k, v, query, counts, usual, found)
+                packed = Packed(counts, k, v, query, counts, usual, found, tokens)
                 return self._read(layer, sequences, packed) if k is None else self._grow(layer, sequences, packed)
         query = query_of(self._storage, arrays, given, return_lse, out)
         shape = query.q.shape
@@ -373,7 +458,7 @@ class PagePool:
             return self._read(layer, sequences, Packed([], None, None, query, asked, usual))
         k, v = packed_tokens(self._storage, k, v, shape[0] if q_lengths is None else None)
         counts = asked if q_lengths is None else packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
-        return self._grow(layer, sequences, Packed(counts, k, v, query, asked, usual))
+        return self._grow(layer, sequences, Packed(counts, k, v, query, asked, usual, tokens=tokens))
 
     def _read(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
         """Computes what queries see of the stored tokens."""
@@ -388,24 +473,39 @@ class PagePool:
         if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
 
+        new_tokens = None
+        if packed.tokens is not None:
+            new_tokens = token_bytes(packed.tokens, sum(counts))
+            self._journal.has_tokens = True
+
         def change() -> Any:
             journal = self._journal
             returned: dict[int, SequencePages] = {}
+            found: dict[int, PageTokens | None] | None = None
             before = self._several(sequences, numbers)
             starts, totals, longer, fits = lengths_after(before, layer, counts, size, journal.others)
             if packed.asked is not counts and packed.query is not None:
                 check_asked(packed.asked, totals)
+            if new_tokens is not None:
+                empty = no_tokens(None, size, journal.generation)
+                longer = with_tokens(longer, starts, counts, new_tokens, empty)
             if not fits:
                 copies = self._shared(before, starts, totals)
                 fresh = [max(-(-n // size) - x.used, 0) for x, n in zip(before, totals, strict=True)]
                 if copies or any(fresh):
                     longer, returned = self._with_pages(f"layer {layer}", longer, fresh, copies, mine)
+            if journal.has_tokens:
+                found = {}
+                replaced = [page for loan in returned.values() for page in loan.pages]
+                longer = [journal.offer(x, replaced, found) for x in longer]
             batch = Batch([x[1] for x in longer], starts, totals, counts)
             result = run_packed(self._storage, layer, batch, packed)
             after = dict(zip(numbers, longer, strict=True))
             after |= returned
-            records = journal.records
+            records, contents = journal.records, journal.contents
             records |= after
+            if found:
+                contents |= found
             return result
 
         return transact(self, mine, change)

@@ -36,6 +36,7 @@ class Packed(NamedTuple):
     asked: Any = ()  # queries of each sequence
     usual: bool = False  # may be kept as a step: default counts, no out=, and a storage that prepares steps
     step: Any = None  # a storage's step that was checked with these arrays, and their addresses
+    tokens: Any = None  # those of the rows of k, as the caller has them
 
 
 def query_of(

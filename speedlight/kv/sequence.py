@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arrays.integers import integer
 from ..errors import ArgumentTypeError, not_pickled
+from ..problem.options import Ints
 from .keeping import keep_in_pages
 
 
@@ -58,6 +59,18 @@ class PagedSequence:
         """Pages that it holds, in order."""
         return tuple(self.pool._of(self).held())
 
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens that calls gave with its keys and values, from the first one on."""
+        tokens = self.pool._of(self).tokens
+        return [] if tokens is None else tokens.numbers()
+
+    @property
+    def extra(self) -> Any:
+        """Key that it was made with."""
+        tokens = self.pool._of(self).tokens
+        return None if tokens is None else tokens.extra
+
     def fork(self) -> PagedSequence:
         """Makes another sequence of the same tokens. Pages are shared until one of the two writes to them."""
         return self.pool._fork(self)
@@ -74,10 +87,11 @@ class PagedSequence:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
         self.pool._truncate(self, integer("length", length))
 
-    def keep(self, indices: Any, *, start: int) -> None:
+    def keep(self, indices: Any, *, start: int, tokens: Ints | None = None) -> None:
         """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
 
-        As KVCache.keep() does it; pages that hold no tokens then are returned.
+        As KVCache.keep() does it; pages that hold no tokens then are returned. `tokens`: those that are kept, one int
+        for each index. A tree is appended without tokens=, since no prompt has its order.
 
         Raises:
             CacheFull: pages are shared with a fork, and too few are free for copies of those that change.
@@ -94,7 +108,7 @@ class PagedSequence:
         >>> a.keep([0, 2, 5], start=20); a.length()  # of which a path of three is right
         23
         """
-        keep_in_pages(self.pool, self, indices, start)
+        keep_in_pages(self.pool, self, indices, start, tokens)
 
     def free(self) -> None:
         """Returns its pages to the pool. The handle cannot be used afterwards."""

@@ -30,7 +30,7 @@ def lengths_after(
     """Returns sequences with the lengths that they have once `counts` new tokens of each are stored in a layer."""
     starts, totals, after, fits = [], [], [], True
     for record, n in zip(before, counts, strict=True):
-        pages, table, lengths, used, handle = record
+        pages, table, lengths, used, handle, tokens = record
         start = lengths[layer]
         total, at = start + n, start // page_size
         if n and (total > (at + 1) * page_size or at >= used or others[pages[at]]):
@@ -39,7 +39,7 @@ def lengths_after(
         lengths[layer] = total
         starts.append(start)
         totals.append(total)
-        after.append(new_tuple(SequencePages, (pages, table, lengths, used, handle)))
+        after.append(new_tuple(SequencePages, (pages, table, lengths, used, handle, tokens)))
     return new_tuple(Appended, (starts, totals, after, fits))
 
 

@@ -133,6 +133,13 @@ def over_cache(n, **more):
     return flash_attn.flash_attn_with_kvcache(q, k.contiguous(), k.contiguous(), **more)
 
 
+def in_prompt(pool, tokens):
+    sequence = pool.sequence(tokens=tokens)
+    pool.attend(0, [sequence], PACKED, PACKED, PACKED, tokens=tokens)
+    sequence.keep([0], start=4, tokens=tokens[:1])
+    return sequence.tokens
+
+
 # (the call, the parameters that it is about): of a converter of Python's ints
 CALLS = {
     ("KVCache.__init__", "layers batch kv_heads head_dim capacity"): stepped,
@@ -156,6 +163,9 @@ CALLS = {
     ),
     ("PagePool.attend", "new_lengths q_lengths"): lambda n: paged(
         n, lambda pool, one, n: pool.attend(0, [one], PACKED, PACKED, PACKED, new_lengths=[n(5)], q_lengths=[n(5)])
+    ),
+    ("PagePool.sequence PagePool.attend PagedSequence.keep", "tokens"): lambda n: paged(
+        n, lambda pool, one, n: in_prompt(pool, [n(5)] * 5)
     ),
     ("PagedSequence.keep", "start"): lambda n: paged(n, lambda pool, one, n: one.keep([n(1)], start=n(2))),
     ("PagedSequence.truncate", "length"): lambda n: paged(n, lambda pool, one, n: one.truncate(n(2))),

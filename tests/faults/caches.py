@@ -259,4 +259,107 @@ MUTATIONS = (
         "after = totals, written",
         "tests/adapters/torch/test_torch_steps.py -k machine_code_wrote_over",
     ),
+    Mutation(
+        "a page is found before all layers have it",
+        "kv/journal.py",
+        "min(min(record.lengths) //",
+        "min(max(record.lengths) //",
+        "tests/conformance/pages/test_shared_prompts.py -k once_all_layers",
+    ),
+    Mutation(
+        "a match leaves no token to compute",
+        "kv/pool.py",
+        "(whole.length - 1) // size",
+        "whole.length // size",
+        "tests/conformance/pages/test_shared_prompts.py -k leaves_the_last",
+    ),
+    Mutation(
+        "a key is no part of what is found",
+        "kv/prefixes.py",
+        "PageTokens(_encoded(extra), None,",
+        'PageTokens(_encoded(extra) and b"", None,',
+        "tests/conformance/pages/test_shared_prompts.py -k only_an_equal_key",
+    ),
+    Mutation(
+        "pages of equal digests are taken for equal",
+        "kv/journal.py",
+        "there.tokens != tokens.tokens",
+        "there.digest != tokens.digest",
+        "tests/conformance/pages/test_shared_prompts.py -k equal_digest",
+    ),
+    Mutation(
+        "the tokens before a page are not compared",
+        "kv/journal.py",
+        "if not is_same_prefix(there.parent, before):",
+        "if is_same_prefix(there.parent, before) is None:",
+        "tests/conformance/pages/test_shared_prompts.py -k 'equal_digest or parent'",
+    ),
+    Mutation(
+        "a page that a sequence cuts is still found",
+        "kv/pool.py",
+        "self._journal.withdraw(old.pages[length // size : -(-length // size)], undo)",
+        "self._journal.withdraw([], undo)",
+        "tests/conformance/pages/test_shared_prompts.py -k 'shortened or cut_page or last_owner'",
+    ),
+    Mutation(
+        "pages that a path moves are still found",
+        "kv/keeping.py",
+        "journal.withdraw(old.pages[(moved[0][1] if moved else length) // size : -(-length // size)], undo)",
+        "journal.withdraw([], undo)",
+        "tests/conformance/pages/test_shared_prompts.py -k path_takes",
+    ),
+    Mutation(
+        "the most recently used pages are taken first",
+        "kv/journal.py",
+        "itertools.islice(self.last_use, looked)",
+        "itertools.islice(reversed(self.last_use), looked)",
+        "tests/conformance/pages/test_shared_prompts.py -k 'until_room or vllm_prefill'",
+    ),
+    Mutation(
+        "a page that is taken is still found",
+        "kv/journal.py",
+        """                    contents |= emptied
+                    self.kept = kept
+                    self.version = version
+                    return taken""",
+        """                    self.kept = kept
+                    self.version = version
+                    return taken""",
+        "tests/conformance/pages/test_shared_prompts.py -k 'never_taken or correct_reuse'",
+    ),
+    Mutation(
+        "the second that computes a page is found in place of the first",
+        "kv/journal.py",
+        " and self._place_of(filled.digest) is None",
+        "",
+        "tests/conformance/pages/test_shared_prompts.py -k second_of_two",
+    ),
+    Mutation(
+        "a page that a cut fork shares is entered",
+        "kv/journal.py",
+        "others[page] <= replaced.count(page) and ",
+        "",
+        "tests/conformance/pages/test_shared_prompts.py -k cut_fork_shares",
+    ),
+    Mutation(
+        "pages of sequences from before forget() are found",
+        "kv/journal.py",
+        " and tokens.generation is self.generation",
+        "",
+        "tests/conformance/pages/test_shared_prompts.py -k statistics",
+    ),
+    Mutation(
+        "a page that is withdrawn is found by a lookup that began before",
+        "kv/journal.py",
+        "            contents |= emptied\n            self.version = version\n\n    def forget",
+        "            contents |= emptied\n\n    def forget",
+        "tests/conformance/pages/test_shared_prompts.py -k looked_up_again",
+    ),
+    Mutation(
+        "a page of a call that fails stays withdrawn",
+        "kv/journal.py",
+        "            undo += before\n",
+        "",
+        "tests/conformance/pages/test_shared_prompts.py -k room_leaves_the_index",
+    ),
 )

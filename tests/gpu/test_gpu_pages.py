@@ -55,6 +55,32 @@ def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
     assert here.free_pages == there.free_pages
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_prompts_that_a_pool_knows_are_found(rng, dtype):
+    """With the bits of the first time; a page that is cut is copied where another shares it."""
+    pool = sl.PagePool(layers=2, pages=9, page_size=16, kv_heads=2, head_dim=16, dtype=dtype, device="cuda")
+    prompt = list(range(40))
+    k, v = (tensor(x) for x in tokens(rng, dtype, (40, 2, 16), (40, 2, 16)))
+    first = pool.sequence(tokens=prompt)
+    for layer in (0, 1):
+        pool.append(layer, [first], k, v, tokens=prompt if layer else None)
+    again = pool.sequence(tokens=prompt)
+    assert again.length(1) == 32 and again.pages == first.pages[:2]
+    assert (again.keys(1) == first.keys(1)[:, :32]).all() and (again.values(0) == first.values(0)[:, :32]).all()
+    again.truncate(20)
+    for layer in (0, 1):
+        pool.append(layer, [again], k[:9], v[:9], tokens=prompt[:9])
+    assert again.pages[0] == first.pages[0] and again.pages[1] != first.pages[1]
+    assert (first.keys(0)[:, 20:29] != again.keys(0)[:, 20:29]).any()
+    kept = first.keys(0)
+    first.free()
+    pool.append(0, [again], k, v)
+    assert pool.free_pages == 9 - 5 and pool.sequence(tokens=prompt).length() == 16, (
+        "of a cut page the tokens are unknown"
+    )
+    assert (pool.sequence(tokens=prompt).keys(0) == kept[:, :16]).all()
+
+
 def test_a_pool_has_the_bits_of_one_sequence_alone(rng):
     """Whatever is packed beside it, and wherever its pages are."""
     q, k, v = tokens(rng, "bfloat16", (300, 4, 16), (300, 1, 16), (300, 1, 16))

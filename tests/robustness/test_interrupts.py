@@ -23,9 +23,11 @@ import pytest
 from conftest import FULL
 from injection import Interrupt, handled, interrupted, needs_places, places, spread
 from pools import check_accounts
+from prompts import append, computed, prompted
 from repeated import forget
 
 import speedlight as sl
+from speedlight.kv.prefixes import no_tokens, token_bytes
 
 pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")  # engines' tests have the other kernels
 
@@ -132,6 +134,46 @@ def made_pool(rng, **options):
     return w
 
 
+# --- prompts that a pool knows
+
+
+KEPT, HELD, SHORT = [*range(40)], [*range(100, 140)], [*range(200, 224)]
+
+
+def prompts_state(w):
+    """Returns also the tokens, what is found of each prompt, and the counts."""
+    known = [s.tokens for s in w.sequences]
+    found = [] if w.loses else [found_quietly(w.pool, x) for x in (KEPT, HELD, SHORT, [*SHORT, *HELD])]
+    return pool_state(w), known, found, {} if w.loses else w.pool.statistics()
+
+
+def found_quietly(pool, prompt):
+    """Returns how many pages of a prompt are found, which leaves no trace."""
+    whole = no_tokens(None, pool.page_size, pool._journal.generation).extended(0, 0, token_bytes(prompt, None))
+    return len(pool._journal.find(whole.pages(0, len(prompt) // pool.page_size))[0])
+
+
+def check_found(pool):
+    """Whatever is found of a prompt has the bits that belong to it."""
+    for prompt in (KEPT, HELD, SHORT, [*SHORT, *HELD]):
+        with pool.sequence(tokens=prompt) as sequence:
+            n = sequence.length()
+            assert sequence.keys(1).tobytes() == computed(pool, 1, prompt[:n])[0].swapaxes(0, 1).tobytes()
+
+
+def made_prompts(rng, pages=20):
+    """a and b share a full page and half of one, c has three; two pages are kept."""
+    w = made_pool(rng, pages=pages)
+    w.pool = pool = sl.PagePool(layers=2, pages=pages, page_size=16, kv_heads=2, head_dim=16)
+    a, c = (prompted(pool, x)[0] for x in (SHORT, HELD))
+    w.sequences, w.state, w.loses = [a, a.fork(), c], prompts_state, pages < 20
+    prompted(pool, KEPT)[0].free()
+    pool.statistics()  # those that are released
+    pool.append(0, [a], *computed(pool, 0, [*SHORT, *HELD], None, 24), new_lengths=[40], tokens=HELD)
+    w.rows = Tokens(None, *computed(pool, 1, [*SHORT, *HELD], None, 24))
+    return w
+
+
 LATENT = {"latent": True, "head_dim": 27, "value_dim": 16}
 MADE = {
     "cache": lambda rng: made_cache(rng, capacity=900),
@@ -141,6 +183,8 @@ MADE = {
     "int8 pool": lambda rng: made_pool(rng, dtype="int8"),
     "latents": lambda rng: made_cache(rng, capacity=900, **LATENT),
     "latent pool": lambda rng: made_pool(rng, **LATENT),
+    "prompts": made_prompts,
+    "full pool of prompts": lambda rng: made_prompts(rng, 10),
 }
 
 
@@ -207,13 +251,50 @@ POOL = {
     "free": (frees, again),
     "block": (blocks, None),
 }
+
+
+def finds(w):
+    w.sequences += [w.pool.sequence(tokens=KEPT)]
+
+
+def grows(w):
+    return w.pool.attend(1, w.sequences[:1], w.few.q, w.rows.k, w.rows.v, new_lengths=[40], tokens=HELD)
+
+
+PROMPTS = {
+    "sequence": (finds, again),
+    "attend": (grows, again),
+    "append": (lambda w: w.pool.append(1, w.sequences[:1], w.rows.k, w.rows.v, new_lengths=[40]), again),
+    "append to all": (
+        lambda w: w.pool.append(0, w.sequences, w.few.k, w.few.v, new_lengths=[0, 20, 20], tokens=range(40)),
+        again,
+    ),
+    "fork": (forks, again),
+    "truncate": (lambda w: w.sequences[2].truncate(20), again),
+    "keep": (lambda w: w.sequences[2].keep([1, 5, 18], start=14), again),
+    "keep shared": (lambda w: w.sequences[1].keep([1, 5, 6], start=14), again),
+    "free": (frees, again),
+    "forget": (lambda w: w.pool.forget(), again),
+}
+FULL_OF_PROMPTS = {
+    "append": (
+        lambda w: w.pool.append(0, w.sequences[1:], w.few.k, w.few.v, new_lengths=[20, 20], tokens=range(40)),
+        again,
+    ),
+    "keep shared": (lambda w: w.sequences[1].keep([1, 5, 6], start=14), again),
+}
+CALLS_OF = {
+    "cache": CACHE, "int8": CACHE, "latents": CACHE, "ring": CACHE | RING,
+    "pool": POOL, "int8 pool": POOL, "latent pool": POOL,
+    "prompts": PROMPTS, "full pool of prompts": FULL_OF_PROMPTS,
+}  # fmt: skip
 # of int8 and latents a short run has what writes them: all else is the same Python
 OF_STORES = ("attend", "attend again", "append", "keep", "keep shared")
 CALLS = [
     (kind, name)
     for kind in MADE
-    for name in (POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE)
-    if FULL or kind in ("cache", "ring", "pool") or name in OF_STORES
+    for name in CALLS_OF[kind]
+    if FULL or kind in ("cache", "ring", "pool") or "prompts" in kind or name in OF_STORES
 ]
 
 
@@ -232,7 +313,7 @@ def result(w, call):
 @needs_places
 @pytest.mark.parametrize(("kind", "name"), CALLS)
 def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
-    call, undo = (POOL if "pool" in kind else CACHE | RING)[name]
+    call, undo = CALLS_OF[kind][name]
     sl.set_threads(1)
     wanted = result(world(kind), call)
     w = world(kind)
@@ -251,7 +332,9 @@ def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
     for n in spread(found, MOST):
         if name != "attend again":
             forget()
-        assert interrupted(lambda: call(w), n), f"place {n} of {len(found)}"
+        if vars(w).get("loses"):  # kept pages that a failing call took are free ones for the next
+            w = world(kind)
+        assert interrupted(lambda w=w: call(w), n), f"place {n} of {len(found)}"
         assert w.state(w) == before, f"place {n} of {len(found)}"
     assert result(w, call) == wanted
 
@@ -290,6 +373,47 @@ def test_a_signal_handler_may_use_the_pool(name, within):
         assert got == wanted, f"place {n} of {len(found)}"
 
 
+def uses_prompts(w):
+    """Does in a signal handler what a program may do with a pool of prompts, until kept pages are taken."""
+    pool = w.pool
+    check_found(pool)
+    for prompt in (KEPT, [*SHORT, *HELD], [7] * 40):
+        append(pool, pool.sequence(tokens=prompt), prompt).free()
+    own = pool.sequence()
+    count = pool.free_pages * 16
+    for layer in (0, 1):
+        pool.append(layer, [own], *(np.zeros((count, 2, 16), np.float32) for _ in "kv"))
+    own.truncate(3)
+    own.free()
+    pool.sequence(tokens=KEPT, extra="another").free()
+
+
+@needs_places
+@pytest.mark.parametrize("within", ["", "kv/journal"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_signal_handler_may_use_a_pool_of_prompts(name, within):
+    """What the call then leaves is right, though other pages may be kept than without the handler."""
+    call, _ = PROMPTS[name]
+    sl.set_threads(1)
+
+    def left(w):
+        """Returns what is left, but of a sequence that finds pages: those may have been taken."""
+        if name == "sequence":
+            assert w.sequences.pop().length() in (0, 16, 32)
+        w.loses = True
+        return w.state(w)
+
+    w = world("prompts")
+    forget()
+    found, wanted = places(functools.partial(call, w), (within,)), left(w)
+    for n in spread(found, MOST if not within else 60):
+        w = world("prompts")
+        forget()
+        handled(lambda w=w: call(w), n, lambda w=w: uses_prompts(w), (within,))
+        check_found(w.pool)
+        assert left(w) == wanted, f"place {n} of {len(found)}"
+
+
 # --- with real signals
 
 
@@ -320,7 +444,7 @@ def alarmed(call, w, seconds):
 def test_a_signal_at_any_moment_leaves_everything_as_it_was(kind):
     assert threading.current_thread() is threading.main_thread()
     rng, ended = np.random.default_rng(1), 0
-    calls = POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE
+    calls = CALLS_OF[kind]
     for call, _ in calls.values():  # reads the kernels: a file that is being opened is Python's to close
         call(world(kind))
     w = world(kind)
@@ -397,11 +521,16 @@ def halfway(monkeypatch, owner, name, at, call):
         ("pool", "keep", "move", 2),
         ("int8 pool", "keep shared", "move", 1),
         ("pool", "attend chunks", "attend", 1),
+        ("prompts", "attend", "offer", 1),
+        ("prompts", "keep", "move", 1),
+        ("prompts", "keep", "withdraw", 1),
+        ("prompts", "truncate", "withdraw", 1),
+        ("prompts", "sequence", "find", 1),
     ],
 )
 def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
     """What another thread of the parent had begun has not been; what it was writing to can be written to."""
-    call, _ = (POOL if "pool" in kind else CACHE | RING)[name]
+    call, _ = CALLS_OF[kind][name]
     wanted = result(world(kind), call)
     w = world(kind)
     before = w.state(w)
@@ -410,8 +539,8 @@ def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
         assert w.state(w) == before
         assert result(w, call) == wanted
 
-    owner = w.pool if "pool" in kind else w.cache
-    of_journal = stop in ("take", "release_unowned")
+    owner = vars(w).get("pool") or w.cache
+    of_journal = stop in ("take", "release_unowned", "offer", "withdraw", "find")
     stopped = type(owner._journal) if of_journal else owner._storage
     finish = halfway(monkeypatch, stopped, stop, at, lambda: call(w))
     try:

@@ -36,12 +36,23 @@ def alone(dtype, d, dv, chunks, **options):
 
 
 def check_accounts(pool, sequences):
-    """Every page is free, or held as often as counted; nobody else has a record."""
+    """Every page is free, kept, or held as often as counted; nobody else has a record; what is indexed is full."""
     held, free, journal = Counter(page for s in sequences for page in s.pages), pool.free_pages, pool._journal
-    assert free == len(journal.free) == pool.pages - len(held) and pool.used_bytes == len(held) * pool.page_bytes
-    assert sorted([*held, *journal.free]) == list(range(pool.pages))
-    assert journal.others == {page: max(held[page] - 1, 0) for page in range(pool.pages)}
+    kept = [page for page, count in journal.others.items() if count < 0]
+    assert free == len(journal.free) + len(kept) == pool.pages - len(held)
+    assert pool.used_bytes == len(held) * pool.page_bytes
+    assert sorted([*held, *journal.free, *kept]) == list(range(pool.pages))
+    assert journal.others == {page: held[page] - 1 if held[page] or page in kept else 0 for page in range(pool.pages)}
     assert journal.records.keys() == {s._number for s in sequences} and not journal.unowned and not pool._claims
+    assert journal.kept == len(kept) == pool.statistics()["pages_kept"] and set(kept) <= journal.last_use.keys()
+    assert not any(journal.contents[page] for page in journal.free) and all(journal.contents[page] for page in kept)
+    for s in sequences:  # whoever holds an indexed page holds all of its tokens
+        assert not any(journal.contents[page] for page in s.pages[shortest(s) // pool.page_size :])
+
+
+def shortest(sequence):
+    """Returns the tokens that a sequence has in every layer."""
+    return min(sequence.length(layer) for layer in range(sequence.pool.layers))
 
 
 def kept_steps(owner):

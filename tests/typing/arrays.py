@@ -62,6 +62,10 @@ pool = sl.PagePool(layers=1, pages=300, page_size=16, kv_heads=8, head_dim=64, d
 sequence = pool.sequence()
 assert_type(sequence, sl.PagedSequence)
 assert_type(sequence.fork(), sl.PagedSequence)
+prompted = pool.sequence(tokens=[1, 2, 3], extra=("tenant", 1))
+assert_type(pool.attend(0, [prompted], packed, packed, packed, tokens=range(8)), Matrix)
+assert_type(prompted.tokens, list[int])
+assert_type(pool.statistics(), dict[str, int])
 assert_type(pool.attend(0, [sequence], packed, packed, packed, new_lengths=[8]), Matrix)
 assert_type(pool.attend(0, (sequence,), packed, return_lse=True), tuple[Matrix, Matrix])
 

@@ -1,0 +1,205 @@
+"""Tokens of sequences, page by page, and the digests by which a pool finds pages of equal prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import Any, NamedTuple
+
+from ..arrays.array import listed
+from ..arrays.integers import whole
+from ..errors import ArgumentError, ArgumentTypeError, shown
+
+_CODE = "q"  # tokens are kept as int64
+_BYTES = array(_CODE).itemsize
+_EXTRA = "a str, bytes, an int of 64 bits, or a tuple of these"
+
+
+def digest_of(parent: bytes, tokens: bytes) -> bytes:
+    """Returns the digest of a page: of its parent's digest and its own tokens."""
+    return hashlib.sha256(parent + tokens).digest()
+
+
+class PageTokens:
+    """Tokens of a full page; its parents have the tokens before them, and the root has the `extra` key.
+
+    tokens: int64 numbers as bytes; of the root the encoded key.
+    parent: tokens of the page before; None of the root.
+    depth: number of pages from the first to this one; 0 of the root.
+    generation: PageJournal.generation when the root was made.
+    """
+
+    __slots__ = ("depth", "digest", "generation", "parent", "tokens")
+
+    def __init__(self, tokens: bytes, parent: PageTokens | None, generation: object) -> None:
+        self.tokens = tokens
+        self.parent = parent
+        self.generation = generation
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.digest = digest_of(b"" if parent is None else parent.digest, tokens)
+
+    def with_page(self, tokens: bytes) -> PageTokens:
+        """Returns the tokens of the next page."""
+        return PageTokens(tokens, self, self.generation)
+
+
+def is_same_prefix(one: PageTokens | None, other: PageTokens | None) -> bool:
+    """Compares two prefixes of as many pages token by token, back to where they are one object."""
+    while one is not other:
+        if one is None or other is None or one.tokens != other.tokens:
+            return False
+        one, other = one.parent, other.parent
+    return True
+
+
+class SequenceTokens(NamedTuple):
+    """Tokens of a sequence from its first one on, as far as calls gave them; immutable.
+
+    last: its last full page of tokens, or the root.
+    rest: tokens behind that, fewer than a page, as bytes.
+    offered: number of its pages that were offered to the index.
+    page_size: tokens of a page.
+    extra: the caller's key.
+    """
+
+    last: PageTokens
+    rest: bytes
+    offered: int
+    page_size: int
+    extra: Any
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.last.depth * self.page_size + len(self.rest) // _BYTES
+
+    def pages(self, start: int, stop: int) -> list[PageTokens]:
+        """Returns the tokens of full pages, from one index to another."""
+        found, page = [], self.last
+        while page.depth > start and page.parent is not None:
+            if page.depth <= stop:
+                found.append(page)
+            page = page.parent
+        return found[::-1]
+
+    def between(self, start: int, stop: int) -> bytes:
+        """Returns the tokens from one position to another, as bytes."""
+        first = start // self.page_size
+        joined = b"".join([x.tokens for x in self.pages(first, self.last.depth)]) + self.rest
+        skipped = min(first, self.last.depth) * self.page_size
+        return joined[(start - skipped) * _BYTES : (stop - skipped) * _BYTES]
+
+    def numbers(self) -> list[int]:
+        """Returns all tokens as ints."""
+        return array(_CODE, self.between(0, self.length)).tolist()
+
+    def extended(self, index: int, start: int, new: bytes) -> SequenceTokens:
+        """Returns the tokens with those of a call's rows from position `start` on; `index`: the sequence's, for errors.
+
+        Positions whose tokens are known must get the same ones.
+        """
+        known = self.length - start
+        if known < 0:
+            raise ArgumentError(
+                f"tokens: expected None, since no call gave the tokens of sequence {index} from position {self.length} "
+                f"on; got tokens from {start} on. Give tokens= from a sequence's first append on, or never."
+            )
+        common = min(known * _BYTES, len(new))
+        before = self.between(start, start + common // _BYTES) if common > 0 else b""
+        if before != new[:common]:
+            pairs = [*zip(array(_CODE, before), array(_CODE, new[:common]), strict=True)]
+            at = [one == other for one, other in pairs].index(False)
+            one, other = pairs[at]
+            raise ArgumentError(
+                f"tokens: expected {one} at position {start + at} of sequence {index}, as given for another layer; got "
+                f"{other}. Give equal tokens in each layer, or tokens in the first layer alone."
+            )
+        last, rest, size = self.last, self.rest + new[common:], self.page_size * _BYTES
+        full = len(rest) - len(rest) % size
+        for at in range(0, full, size):
+            last = last.with_page(rest[at : at + size])
+        return self._replace(last=last, rest=rest[full:])
+
+    def cut(self, length: int) -> SequenceTokens:
+        """Returns the first tokens."""
+        if length >= self.length:
+            return self
+        pages = length // self.page_size
+        rest = self.between(pages * self.page_size, length)
+        last = self.last
+        while last.depth > pages and last.parent is not None:
+            last = last.parent
+        return self._replace(last=last, rest=rest, offered=min(self.offered, pages))
+
+    def along(self, start: int, path: list[int]) -> SequenceTokens:
+        """Returns those before `start`, and those at these indices from there on."""
+        behind = self.between(start, self.length)
+        left = b"".join([behind[at * _BYTES : (at + 1) * _BYTES] for at in path])
+        return self.cut(start).extended(0, min(start, self.length), left)
+
+
+def no_tokens(extra: Any, page_size: int, generation: object) -> SequenceTokens:
+    """Returns the tokens of a new sequence: none, under a key, which is checked."""
+    return SequenceTokens(PageTokens(_encoded(extra), None, generation), b"", 0, page_size, extra)
+
+
+def _encoded(extra: Any) -> bytes:
+    """Returns a key as bytes; those of different keys differ."""
+    parts = extra if type(extra) is tuple else (extra,)
+    for part in parts:
+        if type(part) not in (str, bytes, int) and extra is not None:
+            way = " Write str(extra)." if part is extra else ""
+            raise ArgumentTypeError(f"extra: expected {_EXTRA}; got {type(part).__name__}.{way}")
+        if type(part) is int and part.bit_length() > 64:  # Python may refuse to print it
+            raise ArgumentError(f"extra: expected {_EXTRA}; got an int of {part.bit_length()} bits.")
+    return repr(extra).encode()
+
+
+def _number(x: Any, what: str) -> int:
+    """Returns a token that is a whole number of any library, or raises."""
+    number = whole(x)
+    if number is None:
+        way = " Give those of all sequences in one list: tokens.reshape(-1)." if hasattr(x, "__len__") else ""
+        raise ArgumentTypeError(f"tokens: expected {what}; got {type(x).__name__} among them.{way}")
+    return number
+
+
+def token_bytes(tokens: Any, rows: int | None, each: str = "row of k") -> bytes:
+    """Returns the tokens of a call as int64 numbers; `rows`: how many there should be, None of a prompt."""
+    what = "ints" if rows is None else f"{rows} ints, one for each {each}"
+    numbers = listed(tokens, "tokens", what)
+    if set(map(type, numbers)) - {int}:
+        numbers = [_number(x, what) for x in numbers]
+    if rows is not None and len(numbers) != rows:
+        way = " Leave out tokens that are stored already." if len(numbers) > rows else ""
+        raise ArgumentError(f"tokens: expected {what}; got {len(numbers)}.{way}")
+    try:
+        return array(_CODE, numbers).tobytes()
+    except OverflowError:
+        most = max(numbers, key=abs)
+        raise ArgumentError(f"tokens: expected ints of 64 bits; got {shown(most)} among them.") from None
+
+
+def kept_tokens(
+    before: SequenceTokens | None, start: int, path: list[int], tokens: Any, page_size: int, generation: object
+) -> SequenceTokens | None:
+    """Returns the tokens that keep() leaves; `tokens`: those of the path, as the caller has them, or None."""
+    if tokens is None:
+        return None if before is None else before.along(start, path)
+    new = token_bytes(tokens, len(path), "index")
+    return (before or no_tokens(None, page_size, generation)).cut(start).extended(0, start, new)
+
+
+def with_tokens(
+    records: list[Any], starts: list[int], counts: list[int], tokens: bytes, empty: SequenceTokens
+) -> list[Any]:
+    """Returns records of sequences with a call's tokens, one sequence's after the other's.
+
+    empty: tokens of a sequence that had none yet.
+    """
+    longer, at = [], 0
+    for index, (record, start, n) in enumerate(zip(records, starts, counts, strict=True)):
+        new, at = tokens[at : at + n * _BYTES], at + n * _BYTES
+        before = record.tokens or empty
+        longer.append(record._replace(tokens=before.extended(index, start, new)) if n else record)
+    return longer
