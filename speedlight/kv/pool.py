@@ -351,7 +351,8 @@ class PagePool:
                 journal.share(number, SequencePages(pages, table, lengths, len(pages), handle))
                 made.append(new)
                 numbers.append(number)
-            _ = [*map(journal.unowned.pop, numbers)]  # they are their handles' now; the loan gives its share back
+            # from here on their handles own them; the loan gives back its share once the call has ended
+            _ = [*map(journal.unowned.pop, numbers)]
             return made
 
         return transact(self, mine, change), content.tokens

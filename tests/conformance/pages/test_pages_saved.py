@@ -169,6 +169,7 @@ def test_damaged_tables_are_named(rng, tmp_path):
                     assert len(loaded) == 3 and [len(y) for y in tokens] == [
                         max(y.length(0), y.length(1)) for y in loaded
                     ]
+                    del loaded
         for wrong in (x[:-1], x.astype(np.int32), x[None], np.concatenate([x, x])):
             write_arrays(path, stored | {name: wrong}, words)
             with pytest.raises(sl.FileError, match=r"a\.safetensors"):
