@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import json
 import warnings
 
@@ -202,3 +203,8 @@ def test_damaged_words_are_named(llama, tokens, tmp_path):
     write_arrays(path, stored, words)
     assert json.loads(words["config"])["model_type"] == "llama"
     assert Cache.load(path, llama.config).get_seq_length() == 13
+
+
+def test_its_example_runs():
+    (example,) = doctest.DocTestFinder(recurse=False).find(Cache.save, "save")
+    assert doctest.DocTestRunner().run(example).failed == 0

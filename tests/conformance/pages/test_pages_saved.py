@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import threading
 
 import numpy as np
@@ -258,3 +259,9 @@ def test_a_sequence_is_not_written_to_while_it_is_copied(rng, tmp_path, monkeypa
     pool._claims.clear()
     pool.append(0, sequences[:1], k, v)
     assert sequences[0].length() == 42 and pool.load(tmp_path / "a.safetensors")[0][0].length() == 40
+
+
+@pytest.mark.parametrize("method", [sl.PagePool.save, sl.PagedSequence.save])
+def test_examples_run(method):
+    (example,) = doctest.DocTestFinder(recurse=False).find(method, method.__name__)
+    assert doctest.DocTestRunner().run(example).failed == 0
