@@ -165,7 +165,8 @@ class _Rows(_Elements):
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
-        self.lanes = min(self.vector_bytes // self.size, BLOCK)
+        # rows of codes may be shorter than a vector, and their rest goes byte by byte
+        self.lanes = BLOCK if s.moves_codes else self.vector_bytes // self.size
 
     def whole(self) -> None:
         with self.k.range(0, BLOCK) as lane:

@@ -53,6 +53,7 @@ def parts_of(cache):
     return [x.tobytes() for n, slots in enumerate(held) for both in cache._storage.parts(n, slots) for x in both]
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
 @pytest.mark.parametrize("more", [{}, {"window": 70, "keep_first": 5, "capacity": None}], ids=["whole", "ring"])
 def test_a_loaded_cache_has_every_slot_and_goes_on_without_its_file(rng, tmp_path, dtype, more):
