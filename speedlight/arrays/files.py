@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import math
+import mmap
 import os
 import uuid
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -19,6 +23,7 @@ _UNPACKED = 64 << 20  # bytes that a compressed file may hold whatever its size
 _RATIO = 32  # … and beyond them for each of its own
 _SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I32": "int32",
                 "I64": "int64", **{row.safetensors: name for name, row in CODES.items()}}  # fmt: skip
+_NAMES = {name: word for word, name in _SAFETENSORS.items()}
 
 
 def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
@@ -67,12 +72,44 @@ def _safetensors() -> Any:
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    package, found = _safetensors(), {}
-    for name, tensor in package.deserialize(path.read_bytes()):  # its NumPy reader does not know BF16
-        kind = _SAFETENSORS.get(tensor["dtype"])
-        if kind is not None:
-            found[name] = np.frombuffer(tensor["data"], numpy_dtype(kind)).reshape(tensor["shape"])
-    return found
+    return {name: x.copy() for name, x in map_arrays(path).arrays.items()}
+
+
+class MappedFile(NamedTuple):
+    """A .safetensors file that is mapped into memory: its words, its arrays, which are views, and its bytes."""
+
+    words: dict[str, str]
+    arrays: dict[str, np.ndarray]
+    size: int
+
+
+def map_arrays(path: Path) -> MappedFile:
+    """Maps a .safetensors file. Its arrays are read where they are touched, and cannot be written to.
+
+    The package checks the header first. Offsets are checked again here, since another file may take the name meanwhile.
+    """
+    package = _safetensors()
+    try:
+        with package.safe_open(path, "np"):
+            pass
+        with path.open("rb") as f:
+            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        first = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:first])
+        words = header.pop("__metadata__", None) or {}
+        arrays = {}
+        for name, row in header.items():
+            kind = _SAFETENSORS.get(row["dtype"])
+            if kind is not None:
+                dtype, shape, (begin, end) = numpy_dtype(kind), row["shape"], row["data_offsets"]
+                count = math.prod(shape)
+                if begin < 0 or end - begin != count * dtype.itemsize or first + end > len(data):
+                    raise FileError(f"{path}: damaged; {name} of shape {shape} is not where its header says.")
+                x = np.frombuffer(data, dtype, count, first + begin).reshape(shape)
+                arrays[name] = x if x.flags.aligned else x.copy()
+        return MappedFile(words, arrays, len(data))
+    except Exception as error:  # whatever a damaged file makes a parser say
+        raise _file_error(path, error) from error
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -120,25 +157,35 @@ def _read_npy(f: Any, size: int, name: str) -> np.ndarray:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The words that a .safetensors file carries beside its arrays."""
-    package = _safetensors()
-    try:
-        with package.safe_open(path, "np") as f:
-            return f.metadata() or {}
-    except Exception as error:
-        raise _file_error(path, error) from error
+    """Returns the words that a .safetensors file carries beside its arrays."""
+    return map_arrays(path).words
 
 
-def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
-    """Writes under a temporary name, then renames: a reader sees the old file or the whole new one, and whatever is
-    raised, by a signal, too, nothing else is left.
+def write_arrays(
+    path: Path, found: dict[str, np.ndarray], metadata: dict[str, str] | None = None, *, private: bool = False
+) -> None:
+    """Writes arrays under a temporary name, then renames the file once the disk has it.
+
+    A reader sees the old file or the whole new one. Nothing else is left after an exception, also of a signal handler.
+    private: only the user may read the file, whatever the umask.
     """
     if path.suffix not in (".safetensors", ".npz", ".npy"):
         raise FileError(f"{path}: expected an output name that ends in .safetensors, .npz or .npy.")
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:12]}")  # known before there is such a file
+    arrays = {name: np.ascontiguousarray(x) for name, x in found.items()}
     try:
-        with temporary.open("xb") as f:
-            _write(f, path.suffix, {name: np.ascontiguousarray(x) for name, x in found.items()}, metadata)
+        if private:
+            temporary.touch(0o600, exist_ok=False)
+        with temporary.open("wb" if private else "xb") as f:
+            match path.suffix:
+                case ".safetensors":
+                    _write_safetensors(f, arrays, metadata)
+                case ".npz":
+                    np.savez(f, **arrays)  # type: ignore[arg-type]
+                case _:
+                    np.save(f, arrays["out"])
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -148,11 +195,21 @@ def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, s
         raise _file_error(path, error) from error
 
 
-def _write(f: BinaryIO, suffix: str, found: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
-    match suffix:
-        case ".safetensors":
-            f.write(_safetensors().numpy.save(found, metadata))
-        case ".npz":
-            np.savez(f, **found)  # type: ignore[arg-type]
-        case _:
-            np.save(f, found["out"])
+def _write_safetensors(f: BinaryIO, arrays: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
+    """Writes a header, and each array from where it lies. The package then reads the header, as it will be read."""
+    package = _safetensors()
+    wide_first = sorted(arrays, key=lambda name: -arrays[name].itemsize)  # each then begins at a multiple of its bytes
+    ends = [*itertools.accumulate([arrays[name].nbytes for name in wide_first], initial=0)]
+    rows = {
+        name: {"dtype": _NAMES[arrays[name].dtype.name], "shape": arrays[name].shape, "data_offsets": both}
+        for name, both in zip(wide_first, itertools.pairwise(ends), strict=True)
+    }
+    words = {"__metadata__": metadata} if metadata else {}
+    header = json.dumps(words | rows, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    f.write(len(header).to_bytes(8, "little") + header)
+    for name in wide_first:
+        f.write(arrays[name].reshape(-1).view(np.uint8).data)
+    f.flush()
+    with package.safe_open(f.name, "np"):
+        pass

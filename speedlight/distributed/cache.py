@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..arrays.files import read_metadata
 from ..arrays.integers import whole
 from ..errors import ArgumentError, FileError, not_pickled
 from ..kv import saving as saved
@@ -353,17 +352,19 @@ class KVCache:
 
         def found() -> _Checked:
             where = saved.rank_file(saved.checked_path(path), cache.rank, cache.ranks)
-            words, local = read_metadata(where), saved.opened(where, lambda **sizes: Local(**sizes, device=device))
+            file = saved.open_file(where, saved.CACHE)
+            words, content = file.words, saved.read(where, file)
+            local = saved.make_filled(where, content, lambda **sizes: Local(**sizes, device=device))
             try:
                 placed = placement.from_words(words["placed"], cache.ranks)
                 held = [[x.counts[cache.rank] for x in layer] for layer in placed]
                 if int(words["ranks"]) != cache.ranks or held != [list(local.lengths(n)) for n in range(local.layers)]:
                     raise ValueError("tokens of another file")
-                content = local, int(words["whole"]), int(words["piece"]), placed
+                held_by_all = local, int(words["whole"]), int(words["piece"]), placed
                 form = {"stamp": words["stamp"], "tokens": words["placed"]}
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 raise FileError(f"{where}: expected a file that save() of a sharded cache wrote ({error}).") from None
-            return _Checked({**form, **cache._carried(local)}, content)
+            return _Checked({**form, **cache._carried(local)}, held_by_all)
 
         content, _ = cache._agreed("load", found)
         cache._holds(*content)

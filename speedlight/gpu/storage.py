@@ -290,6 +290,16 @@ class PoolStorage(TensorStorage):
             both.append([x.reshape(1, x.shape[0], -1, x.shape[3])[:, :, :n] for x in planes])
         return both[0], both[1]
 
+    def fill(
+        self, layer: int, table: list[int], pages: list[int], keys: list[np.ndarray], values: list[np.ndarray]
+    ) -> None:
+        """Stores what parts() returned of a sequence whose tokens fill these pages."""
+        where = torch.tensor(pages, device=self.device)
+        for index, planes in enumerate((keys, values)):
+            for x, plane in zip(self.rows[layer].planes(index), planes, strict=True):
+                each = plane.reshape(plane.shape[1], -1, self.page_size, plane.shape[3]).swapaxes(0, 1)
+                x[where] = to_torch(np.ascontiguousarray(each)).to(self.device)
+
     def put(self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
         """New tokens, one sequence's after the other's."""
         first = list(itertools.accumulate(batch.counts, initial=0))[:-1]

@@ -361,7 +361,9 @@ class KVCache:
 
     def _busy(self, layers: set[int]) -> CacheBusy:
         """Makes the error for a second writer, which does not wait."""
-        return CacheBusy(f"layer {min(layers)}: another thread is appending to it. Append from one thread at a time.")
+        return CacheBusy(
+            f"layer {min(layers)}: another thread is appending to it, or saves it. Append from one thread at a time."
+        )
 
     def roll_back(self, layer: int, lengths: Sequence[int]) -> None:
         """Drops the newest tokens of one layer, so that its sequences have these lengths, one for each. truncate()
@@ -494,7 +496,15 @@ class KVCache:
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Writes a .safetensors file, which any device can load: under a temporary name first, then renamed."""
+        """Writes a .safetensors file, which any device can load and only the user may read.
+
+        It is written under a temporary name first, then renamed. Appends from other threads raise CacheBusy while the
+        tokens are copied.
+
+        Raises:
+            FileError: the file cannot be written; one of that name is as it was.
+            CacheBusy: another thread appends.
+        """
         self.save_with(saved.checked_path(path), {})
 
     save_with = saved.save_cache
@@ -508,5 +518,6 @@ class KVCache:
         """
         by_name(device)
         where = saved.checked_path(path)
-        saved.check_whole(where)
-        return saved.opened(where, lambda **sizes: cls(**sizes, device=device))
+        file = saved.open_file(where, saved.CACHE)
+        saved.check_whole(where, file.words)
+        return saved.make_filled(where, saved.read(where, file), lambda **sizes: cls(**sizes, device=device))

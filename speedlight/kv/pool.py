@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..engines import by_name
@@ -25,7 +26,16 @@ from .journal import PageJournal, SequencePages, loan_of
 from .prefixes import PageTokens, no_tokens, token_bytes, with_tokens
 from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of, second_part
 from .running import run_packed
-from .saving import save_sequence
+from .saving import (
+    CACHE,
+    check_model,
+    checked_path,
+    copy_sequence,
+    copy_sequences,
+    read_sequences,
+    write,
+    write_sequences,
+)
 from .sequence import PagedSequence
 from .sharing import lengths_after, shared_pages, with_pages
 from .transaction import put_back, transact
@@ -107,7 +117,9 @@ class PagePool:
         records = list(self._journal.records.values())
         return bars(repr(self), "pages", self.pages, [x.used for x in records if x.handle is not None])
 
-    __reduce__: Any = not_pickled("PagePool", "its sequences would not come along: fork() them, or make another pool")
+    __reduce__: Any = not_pickled(
+        "PagePool", "its sequences would not come along: save() and load() them, or fork() them"
+    )
 
     # --- accounts
 
@@ -324,16 +336,99 @@ class PagePool:
     def _busy(self, numbers: set[Any]) -> CacheBusy:
         """Makes the error for a second writer, which does not wait."""
         return CacheBusy(
-            "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
+            "sequences: another thread is writing to one of them, or saves it. Write to a sequence from one thread at "
+            "a time."
         )
 
     def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
         record, layer = self._of(sequence), self._layer(layer)
         return self._storage.tokens(layer, part, record.pages, record.lengths[layer])
 
+    # --- files
+
     def _save(self, sequence: PagedSequence, path: Any) -> None:
-        record = self._of(sequence)
-        save_sequence(self._storage, list(record.lengths), record.pages, path)
+        """Writes one sequence as a cache."""
+        where = checked_path(path)
+        content = transact(self, {sequence._number}, lambda: copy_sequence(self._storage, self._of(sequence)))
+        write(where, CACHE, {"": content}, {})
+
+    def save(self, path: str | Path, sequences: Sequences, *, tokens: Any = None, model: str | None = None) -> None:
+        """Writes sequences to a .safetensors file, which load() of a pool of the same sizes reads.
+
+        A page that several share is written once. Only the user may read the file, which is written under a temporary
+        name first, then renamed. Appends to these sequences from other threads raise CacheBusy while tokens are copied.
+
+        Args:
+            path: a name that ends in .safetensors.
+            sequences: a list of this pool's sequences, each once.
+            tokens: of each sequence the tokens whose keys and values it has, a list of ints; None where not known.
+            model: key of the model that computed them, such as its name and revision. load() asks for the same.
+
+        Raises:
+            FileError: the file cannot be written; one of that name is as it was.
+            CacheBusy: another thread appends to one of the sequences.
+            speedlight.Error: the argument, what was expected and what came.
+
+        >>> import numpy as np, pathlib, tempfile, speedlight as sl
+        >>> sizes = dict(layers=1, pages=8, page_size=16, kv_heads=1, head_dim=8)
+        >>> pool, x = sl.PagePool(**sizes), np.ones((20, 1, 8), np.float32)
+        >>> prompt = pool.sequence(); pool.append(0, [prompt], x, x); chat = prompt.fork()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "prompts.safetensors")
+        ...     pool.save(path, [prompt, chat], tokens=[range(20), None], model="llama")
+        ...     again = sl.PagePool(**sizes)
+        ...     sequences, tokens = again.load(path, model="llama")
+        >>> sequences, len(tokens[0]), again.free_pages
+        ([PagedSequence(20 tokens, 2 pages), PagedSequence(20 tokens, 2 pages)], 20, 6)
+        """
+        where, name = checked_path(path), check_model(model)
+        chosen = check_list("sequences", sequences, "sequences of this pool")
+        records = [self._of(x) for x in chosen]
+        numbers = {x._number for x in chosen}
+        if not records or len(numbers) != len(records):
+            raise ArgumentError("sequences: expected one sequence or more, each once; fork() makes another.")
+
+        def copy() -> Any:
+            return copy_sequences(self._storage, self.page_size, [self._of(x) for x in chosen], tokens)
+
+        write_sequences(where, transact(self, numbers, copy), self.page_size, name)
+
+    def load(self, path: str | Path, *, model: str | None = None) -> tuple[list[PagedSequence], list[list[int]]]:
+        """Reads what save() wrote: makes sequences of free pages of this pool, which share pages as those did.
+
+        Returns:
+            The sequences, and the tokens of each, which are empty where save() did not get them.
+
+        Raises:
+            FileError: the file is missing, damaged, of other sizes, or of another model.
+            CacheFull: too few pages are free.
+
+        After any exception the pool is as it was.
+        """
+        content = read_sequences(checked_path(path), self, check_model(model))
+        mine: set[Any] = set()
+
+        def change() -> list[PagedSequence]:
+            journal, storage = self._journal, self._storage
+            loan = journal.lend(mine)
+            taken = journal.take(loan, sum(content.pages.held[0][0]) // self.page_size, "load")
+            table = storage.extended(storage.new_table(), taken, 0, [])
+            for layer, (keys, values) in enumerate(content.pages.parts if taken else []):
+                storage.fill(layer, table, taken, keys, values)
+            made, numbers = [], []
+            for own, lengths in zip(content.tables, content.lengths, strict=True):
+                number = journal.lend(mine)
+                new, handle = self._handle(number)
+                pages = [taken[n] for n in own]
+                table = storage.extended(storage.new_table(), pages, 0, [])
+                journal.share(number, SequencePages(pages, table, lengths, len(pages), handle))
+                made.append(new)
+                numbers.append(number)
+            # from here on their handles own them; the loan gives back its share once the call has ended
+            _ = [*map(journal.unowned.pop, numbers)]
+            return made
+
+        return transact(self, mine, change), content.tokens
 
     # --- append and attend
 

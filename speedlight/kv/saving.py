@@ -1,34 +1,68 @@
-"""Files of a KVCache (.safetensors): its sizes, lengths, and the keys and values of each layer, token by token."""
+"""Files of caches (.safetensors): sizes, lengths, and the keys and values of each layer, token by token.
+
+A KVCache is written as it is. The caches of transformers' layers stand side by side, each under a prefix. Pages of a
+pool are a cache of one sequence, beside a table of the pages of each sequence.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.array import listed
 from ..arrays.dtypes import CODES, DTYPES, numpy_dtype
-from ..arrays.files import read_arrays, read_metadata, write_arrays
-from ..errors import ArgumentTypeError, FileError, UnsupportedError, of_a_handler
+from ..arrays.files import MappedFile, map_arrays, write_arrays
+from ..arrays.integers import integer
+from ..errors import ArgumentError, ArgumentTypeError, FileError, UnsupportedError, of_a_handler
 from ..problem.checks import MOST
 from ..problem.windows import Ring, ring_of
+from .journal import SequencePages
+from .transaction import transact
 
-_FORMAT, _VERSION = "speedlight key-value cache", 1
+_VERSION = 1
 _LONGEST_WINDOW = 1 << 30  # tokens: a ring has a list of its tiles
 _NAMES = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
 _SOMETIMES = ("window", "keep_first", "latent")
+_NAN = 0x7F  # of float8_e4m3fn, without its sign
+_CHECKED = 1 << 20  # bytes of codes that are checked at a time: they stay in a CPU's cache
+
+
+class Kind(NamedTuple):
+    """A kind of file: its format, and the calls that write and read it."""
+
+    format: str
+    writer: str
+    reader: str
+
+
+CACHE = Kind("speedlight key-value cache", "KVCache.save()", "speedlight.KVCache.load()")
+PAGES = Kind("speedlight pages of a pool", "PagePool.save()", "load() of a speedlight.PagePool")
+LAYERS = Kind("speedlight cache for transformers", "Cache.save()", "speedlight.transformers.Cache.load()")
+_KINDS = {kind.format: kind for kind in (CACHE, PAGES, LAYERS)}
 
 
 class Saved(NamedTuple):
-    """The contents of a file, checked."""
+    """The content of a cache, checked."""
 
     sizes: dict[str, int]
     dtype: str
     held: list[tuple[list[int], list[int]]]  # of each layer: lengths, and one past the highest position written
     parts: list[tuple[list[np.ndarray], list[np.ndarray]]]  # of each layer keys and values, plane by plane
+
+
+class SavedSequences(NamedTuple):
+    """Sequences of a pool: their pages side by side, as a cache of one sequence, and what each has of them."""
+
+    pages: Saved
+    tables: list[list[int]]  # numbers of pages in `pages`, in order
+    lengths: list[list[int]]  # of each sequence its tokens in each layer
+    tokens: list[list[int]]  # as the caller knows them; none where he does not
 
 
 def checked_path(path: Any) -> Path:
@@ -41,67 +75,183 @@ def checked_path(path: Any) -> Path:
     return Path(name)
 
 
-def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
-    """Under a temporary name first, then renamed; more: words that read() leaves alone."""
-    stored = {name: np.array([x[n] for x in saved.held], np.int64) for n, name in enumerate(("lengths", "written"))}
-    for layer, both in enumerate(saved.parts):
-        for name, parts in zip(("key", "value"), both, strict=True):
-            stored |= {f"{name}{part}s.{layer}": x for part, x in zip(("", "_scale"), parts, strict=False)}
-    words = {n: str(int(x)) for n, x in saved.sizes.items()}
-    write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words | more)
+def check_model(model: Any) -> str:
+    """Returns the key of a model, "" where the caller gives none."""
+    if model is None:
+        return ""
+    if not isinstance(model, str):
+        raise ArgumentTypeError(f"model: expected a str that names the model; got {type(model).__name__}.")
+    return model
+
+
+# --- writing
+
+
+def snapshot(cache: Any) -> Saved:
+    """Copies a cache. Other threads cannot write to it meanwhile."""
+
+    def copy() -> Saved:
+        held = list(cache._now())
+        parts = [cache._storage.parts(layer, list(map(cache._ring.held, *pair))) for layer, pair in enumerate(held)]
+        sizes = {n: x for n, x in cache._sizes().items() if x is not None and x is not False}
+        return Saved(sizes, cache.dtype, held, parts)
+
+    return transact(cache, set(range(cache.layers)), copy)
+
+
+def write(
+    path: Path,
+    kind: Kind,
+    contents: Mapping[str, Saved],
+    words: Mapping[str, str],
+    arrays: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Writes a file that only the user may read. `contents`: caches by their prefixes."""
+    said = {"format": kind.format, "version": str(_VERSION)} | dict(words)
+    stored = dict(arrays or {})
+    for prefix, saved in contents.items():
+        said |= {f"{prefix}{name}": str(int(x)) for name, x in saved.sizes.items()} | {f"{prefix}dtype": saved.dtype}
+        for n, name in enumerate(("lengths", "written")):
+            stored[f"{prefix}{name}"] = np.array([x[n] for x in saved.held], np.int64)
+        for layer, both in enumerate(saved.parts):
+            for name, parts in zip(("key", "value"), both, strict=True):
+                for suffix, x in zip(("", "_scale"), parts, strict=False):
+                    stored[f"{prefix}{name}{suffix}s.{layer}"] = x
+    write_arrays(path, stored, said, private=True)
 
 
 def save_cache(cache: Any, where: Path, metadata: dict[str, str]) -> None:
     """Writes a cache, with extra metadata."""
-    held = list(cache._now())
-    parts = [cache._storage.parts(layer, list(map(cache._ring.held, *pair))) for layer, pair in enumerate(held)]
-    sizes = {n: x for n, x in cache._sizes().items() if x is not None and x is not False}
-    write(where, Saved(sizes, cache.dtype, held, parts), metadata)
+    write(where, CACHE, {"": snapshot(cache)}, metadata)
 
 
-def save_sequence(storage: Any, lengths: list[int], pages: list[int], path: Any) -> None:
-    """Writes a sequence of a pool as a cache of one, with room for no more."""
-    where, shape = checked_path(path), storage.shape
-    sizes = {"layers": len(lengths), "batch": 1, "capacity": max(1, *lengths)}
+def copy_sequence(storage: Any, record: SequencePages) -> Saved:
+    """Copies a sequence of a pool as a cache of one, with room for no more."""
+    lengths = record.lengths
+    sizes = _sizes_of_pages(storage.shape, max(1, *lengths))
+    parts = [storage.parts(layer, record.pages, n) for layer, n in enumerate(lengths)]
+    return Saved(sizes, storage.shape.dtype, [([n], [n]) for n in lengths], parts)
+
+
+def copy_sequences(storage: Any, page_size: int, records: list[SequencePages], tokens: Any) -> SavedSequences:
+    """Copies sequences of a pool; a page that several have is copied once. Behind their tokens are zeros."""
+    held = [record.held() for record in records]
+    pages = list(dict.fromkeys(itertools.chain(*held)))
+    numbers = {page: n for n, page in enumerate(pages)}
+    room = len(pages) * page_size
+    parts = []
+    for layer in range(storage.shape.layers):
+        both = storage.parts(layer, pages, room)
+        ends = dict.fromkeys(pages, 0)  # of each page the tokens that some sequence has there
+        for record, own in zip(records, held, strict=True):
+            for at, page in enumerate(own):
+                ends[page] = max(ends[page], min(record.lengths[layer] - at * page_size, page_size))
+        for page, end in ends.items():
+            first = numbers[page] * page_size
+            for x in itertools.chain(*both):
+                x[:, :, first + end : first + page_size] = 0
+        parts.append(both)
+    content = Saved(
+        _sizes_of_pages(storage.shape, max(1, room)), storage.shape.dtype, [([room], [room])] * len(parts), parts
+    )
+    lengths = [record.lengths for record in records]
+    return SavedSequences(content, [[numbers[page] for page in own] for own in held], lengths, _listed(tokens, lengths))
+
+
+def _sizes_of_pages(shape: Any, capacity: int) -> dict[str, int]:
+    """Returns the sizes of a cache of one sequence that has the layers of a pool."""
+    sizes: dict[str, int] = {"layers": shape.layers, "batch": 1, "capacity": capacity}
     sizes |= {name: getattr(shape, name) for name in ("kv_heads", "head_dim", "value_dim")}
-    sizes |= {"latent": True} if shape.latent else {}
-    parts = [storage.parts(layer, pages, n) for layer, n in enumerate(lengths)]
-    write(where, Saved(sizes, shape.dtype, [([n], [n]) for n in lengths], parts), {})
+    return sizes | ({"latent": True} if shape.latent else {})
 
 
-def read(path: Path) -> Saved:
-    """Reads what write() wrote. Sizes are held against the file, and against each other, before anything is made of
-    them.
-    """
-    words = read_metadata(path)
-    if words.get("format") != _FORMAT:
-        raise FileError(f"{path}: expected a file that KVCache.save() wrote; got format {words.get('format')!r}.")
+def _listed(tokens: Any, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Checks the tokens that a caller gives for each sequence: as many as its longest layer has, or None."""
+    if tokens is None:
+        return [[] for _ in lengths]
+    given = listed(tokens, "tokens", "a list of ints for each sequence")
+    if len(given) != len(lengths):
+        raise ArgumentError(f"tokens: expected {len(lengths)} lists, one for each sequence; got {len(given)}.")
+    found = []
+    for n, (one, each) in enumerate(zip(given, lengths, strict=True)):
+        found.append([] if one is None else [integer("tokens", x) for x in listed(one, "tokens", "ints")])
+        if one is not None and len(found[-1]) != max(each):
+            raise ArgumentError(
+                f"tokens: expected {max(each)} tokens of sequence {n}, as it has; got {len(found[-1])}. Give None for "
+                "a sequence whose tokens are not known."
+            )
+        if not all([-MOST <= x <= MOST for x in found[-1]]):
+            raise ArgumentError(f"tokens: expected numbers from -2^46 to 2^46; sequence {n} has others.")
+    return found
+
+
+def write_sequences(path: Path, saved: SavedSequences, page_size: int, model: str) -> None:
+    """Writes sequences of a pool."""
+    rows = {"pages": saved.tables, "tokens": saved.tokens}
+    arrays = {"sequence_lengths": np.array(saved.lengths, np.int64).reshape(len(saved.lengths), -1)}
+    for name, lists in rows.items():
+        arrays[f"sequence_{name}"] = np.array([*itertools.chain(*lists)], np.int64)
+        arrays[f"sequence_{name}_count"] = np.array([len(x) for x in lists], np.int64)
+    words = {"page_size": str(page_size), "sequences": str(len(saved.tables)), "model": model}
+    write(path, PAGES, {"": saved.pages}, words, arrays)
+
+
+# --- reading
+
+
+def open_file(path: Path, kind: Kind) -> MappedFile:
+    """Maps a file of a kind, of this version."""
+    file = map_arrays(path)
+    words = file.words
+    if words.get("format") != kind.format:
+        other = _KINDS.get(words.get("format", ""))
+        way = "" if other is None else f" {other.reader} reads it."
+        got = words.get("format")
+        raise FileError(f"{path}: expected a file that {kind.writer} wrote; got format {got!r}.{way}")
     if words.get("version") != str(_VERSION):
         raise FileError(
             f"{path}: expected version {_VERSION}; got {words.get('version')!r}. Save it anew with this release."
         )
-    sizes, dtype = _sizes(path, words), words["dtype"]
-    room = path.stat().st_size
-    if sizes["layers"] * sizes["batch"] * 16 > room:
-        raise FileError(f"{path}: {room:,} bytes cannot hold {sizes['layers']} layers of {sizes['batch']} sequences.")
-    stored = read_arrays([path])
+    return file
+
+
+def check_named(path: Path, file: MappedFile, model: str) -> None:
+    """Raises unless a file has the key of this model."""
+    saved = file.words.get("model", "")
+    if saved != model:
+        raise FileError(
+            f"{path}: expected tokens of model={model!r}, as given; got those of model={saved!r}. Give the key that "
+            "they were saved with, or compute them anew."
+        )
+
+
+def read(path: Path, file: MappedFile, prefix: str = "") -> Saved:
+    """Returns a cache that write() wrote. Sizes are held against the file, and against each other, before anything is
+    made of them.
+    """
+    sizes, dtype = _sizes(path, file.words, prefix)
+    if sizes["layers"] * sizes["batch"] * 16 > file.size:
+        raise FileError(
+            f"{path}: {file.size:,} bytes cannot hold {sizes['layers']} layers of {sizes['batch']} sequences."
+        )
     ring = ring_of(sizes.get("window"), sizes.get("keep_first", 0))
-    held = _held(path, sizes, ring, stored)
+    held = _held(path, prefix, sizes, ring, file.arrays)
     parts = []
     for layer, pairs in enumerate(held):
         most = max(ring.held(*pair) for pair in zip(*pairs, strict=True))
-        keys = _parts(path, f"key{{}}s.{layer}", sizes, dtype, most, stored)
-        is_latent = sizes.get("latent", False)
-        values = [] if is_latent else _parts(path, f"value{{}}s.{layer}", sizes, dtype, most, stored)
+        shape = sizes["batch"], sizes["kv_heads"], most
+        keys = _parts(path, f"{prefix}key{{}}s.{layer}", (*shape, sizes["head_dim"]), dtype, file.arrays)
+        values = []
+        if not sizes.get("latent"):
+            values = _parts(path, f"{prefix}value{{}}s.{layer}", (*shape, sizes["value_dim"]), dtype, file.arrays)
         parts.append((keys, values))
     return Saved(sizes, dtype, held, parts)
 
 
-def opened(path: Path, made: Callable[..., Any]) -> Any:
-    """Returns the cache that a file holds, which made() reserves."""
-    content = read(path)
+def make_filled(path: Path, content: Saved, make: Callable[..., Any]) -> Any:
+    """Returns the cache that a file holds, which make() reserves."""
     try:
-        cache = made(**content.sizes, dtype=content.dtype)
+        cache = make(**content.sizes, dtype=content.dtype)
     except UnsupportedError:  # of the device
         raise
     except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
@@ -116,9 +266,59 @@ def opened(path: Path, made: Callable[..., Any]) -> Any:
     return cache
 
 
-def check_whole(path: Path) -> None:
-    """Raises if it is one rank's file."""
-    words = read_metadata(path)
+def read_sequences(path: Path, pool: Any, model: str) -> SavedSequences:
+    """Returns sequences that write_sequences() wrote, for a pool of the same sizes."""
+    file = open_file(path, PAGES)
+    check_named(path, file, model)
+    content = read(path, file)
+    shape = pool._storage.shape
+    expected = {"dtype": shape.dtype, "page_size": str(pool.page_size)} | _sizes_of_pages(shape, 0)
+    got = {"dtype": content.dtype, "page_size": file.words.get("page_size")} | content.sizes
+    for name, x in expected.items():
+        if name != "capacity" and got.get(name) != x:
+            raise FileError(
+                f"{path}: expected pages of {name} {x}, as this pool has; got {got.get(name)}. Load it into a pool of "
+                "the sizes and the dtype that it was saved from."
+            )
+    if content.sizes.get("latent", False) != shape.latent:
+        raise FileError(
+            f"{path}: expected pages of latent={shape.latent}, as this pool has; got those of another kind."
+        )
+    tables, tokens = (_rows(path, file.arrays, f"sequence_{name}") for name in ("pages", "tokens"))
+    lengths = _array(path, file.arrays, "sequence_lengths", (len(tables), pool.layers))
+    room, size = content.held[0][0][0], pool.page_size
+    used = -(-lengths.max(1, initial=0) // size)
+    fits = len(tokens) == len(tables) and [len(x) for x in tables] == used.tolist() and (lengths >= 0).all()
+    fits &= all([([n], [n]) == pair for pair in content.held for n in [room]])
+    fits &= {*itertools.chain(*tables)} == {*range(room // size)} and not any([len({*x}) < len(x) for x in tables])
+    fits &= all([len(x) in (0, n) for x, n in zip(tokens, lengths.max(1, initial=0).tolist(), strict=False)])
+    if not fits:
+        raise FileError(f"{path}: damaged; its sequences do not fit its pages.")
+    return SavedSequences(content, tables, lengths.tolist(), tokens)
+
+
+def _rows(path: Path, arrays: dict[str, np.ndarray], name: str) -> list[list[int]]:
+    """Returns lists that are stored one after another, beside how long each is."""
+    counts = _array(path, arrays, f"{name}_count", (-1,))
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > MOST:
+        raise FileError(f"{path}: damaged; {name} has lists of {counts.min()} to {counts.max()} numbers.")
+    x = _array(path, arrays, name, (sum(counts.tolist()),)).tolist()
+    ends = [*itertools.accumulate(counts.tolist(), initial=0)]
+    return [x[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _array(path: Path, arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns an array of int64; -1 in a shape is any number."""
+    x = arrays.get(name)
+    if x is None or x.dtype != np.int64 or len(x.shape) != len(shape):
+        raise FileError(f"{path}: damaged; expected {name} of {len(shape)} dims of int64.")
+    if any([n not in (-1, have) for n, have in zip(shape, x.shape, strict=True)]):
+        raise FileError(f"{path}: damaged; expected {name} of shape {shape}; got {x.shape}.")
+    return x
+
+
+def check_whole(path: Path, words: dict[str, str]) -> None:
+    """Raises if a file is one rank's."""
     if "ranks" in words:
         raise FileError(f"{path} {part_of(path, words)}, on {words['ranks']} ranks.")
 
@@ -143,7 +343,7 @@ def rank_file(path: Path, rank: int, ranks: int) -> Path:
     if where.exists():
         return where
     if path.exists():
-        words = read_metadata(path)
+        words = map_arrays(path).words
         if "ranks" not in words:
             raise FileError(
                 f"{path}: expected the name that save() of a cache over ranks was given; got a whole cache. "
@@ -160,32 +360,33 @@ def rank_file(path: Path, rank: int, ranks: int) -> Path:
     raise FileError(f"{where}: no such file. Every rank reads the one that it saved.")
 
 
-def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
+def _sizes(path: Path, words: dict[str, str], prefix: str) -> tuple[dict[str, int], str]:
+    """Returns the sizes of a cache, and its dtype."""
+    dtype = words.get(f"{prefix}dtype", "")
     try:
-        sizes = {n: int(words[n]) for n in _NAMES} | {n: int(words[n]) for n in _SOMETIMES if n in words}
+        sizes = {n: int(words[prefix + n]) for n in _NAMES}
+        sizes |= {n: int(words[prefix + n]) for n in _SOMETIMES if prefix + n in words}
     except (KeyError, ValueError) as error:
         raise FileError(f"{path}: a size is missing or no number ({error}).") from None
     wrong = any([not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items()])
     wrong |= "latent" in sizes and (sizes["latent"] != 1 or sizes["value_dim"] > sizes["head_dim"])
-    if wrong or words.get("dtype") not in (*DTYPES, *CODES) or (sizes.get("keep_first") and "window" not in sizes):
-        raise FileError(
-            f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}."
-        )
+    if wrong or dtype not in (*DTYPES, *CODES) or (sizes.get("keep_first") and "window" not in sizes):
+        raise FileError(f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {dtype!r}.")
     if "window" in sizes and max(sizes["window"], sizes.get("keep_first", 0)) > _LONGEST_WINDOW:
         raise FileError(
             f"{path}: expected a window of up to 2^30 tokens; got {sizes['window']} and keep_first "
             f"{sizes.get('keep_first')}."
         )
-    return sizes | ({"latent": True} if "latent" in sizes else {})
+    return sizes | ({"latent": True} if "latent" in sizes else {}), dtype
 
 
 def _held(
-    path: Path, sizes: dict[str, int], ring: Ring, stored: dict[str, np.ndarray]
+    path: Path, prefix: str, sizes: dict[str, int], ring: Ring, stored: dict[str, np.ndarray]
 ) -> list[tuple[list[int], list[int]]]:
     shape, capacity = (sizes["layers"], sizes["batch"]), sizes["capacity"]
     both = []
     for name in ("lengths", "written"):
-        x = stored.get(name)
+        x = stored.get(prefix + name)
         if x is None or x.shape != shape or x.dtype != np.int64:
             raise FileError(f"{path}: expected {name} of {shape[0]} layers and {shape[1]} sequences.")
         if x.min() < 0 or x.max() > capacity:
@@ -203,23 +404,29 @@ def _held(
 
 
 def _parts(
-    path: Path, name: str, sizes: dict[str, int], dtype: str, held: int, stored: dict[str, np.ndarray]
+    path: Path, name: str, shape: tuple[int, ...], dtype: str, stored: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
-    """Keys or values of a layer; codes and their scales."""
-    dim = sizes["head_dim" if name.startswith("key") else "value_dim"]
+    """Returns keys or values of a layer; codes and their scales."""
     coded = dtype in CODES
-    planes = [("", dim, numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if coded else [])
+    planes = [("", shape[-1], numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if coded else [])
     parts = []
     for part, last, kind in planes:
-        x, wanted = stored.get(name.format(part)), (sizes["batch"], sizes["kv_heads"], held, last)
+        x, wanted = stored.get(name.format(part)), (*shape[:-1], last)
         if x is None or x.shape != wanted or x.dtype != kind:
             got = "none" if x is None else f"{x.shape} of {x.dtype}"
             raise FileError(f"{path}: expected {name.format(part)} of shape {wanted} and dtype {kind}; got {got}.")
         parts.append(x)
     if coded:
-        if np.isnan(parts[0]).any():
+        if dtype == "float8_e4m3fn" and _has_nan(parts[0]):
             raise FileError(f"{path}: expected {name.format('')} of numbers; got NaN, which belongs in the scale.")
         if (parts[1] < 0).any() or np.isinf(parts[1]).any():
             raise FileError(f"{path}: expected {name.format('_scale')} of finite numbers that are not negative.")
         parts[1] = np.abs(parts[1])  # zeros and NaN of one sign: the kernels read it
     return parts
+
+
+def _has_nan(codes: np.ndarray) -> bool:
+    """Returns whether a code of float8_e4m3fn is NaN."""
+    numbers = codes.reshape(-1).view(np.uint8)
+    parts = [numbers[first : first + _CHECKED] for first in range(0, len(numbers), _CHECKED)]
+    return any([(x & _NAN).max() == _NAN for x in parts])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NoReturn
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
 import transformers.cache_utils as theirs
 
-from .. import ArgumentError, ArgumentTypeError, KVCache, UnsupportedError
+from .. import ArgumentError, ArgumentTypeError, CacheBusy, FileError, KVCache, UnsupportedError
 from ..adapting import Renamed
 from ..arrays.dtypes import CODES, code_cache
 from ..arrays.integers import integer
+from ..errors import shown
 from ..host.insides import TORCH
-from ..problem.checks import cache_dtype, checked_sizes, new_totals
+from ..kv import saving
+from ..problem.checks import MOST, cache_dtype, checked_sizes, new_totals
 from ..problem.options import Dtype, DtypeName
 from ..problem.signatures import public
 from .masks import MaskSpec
@@ -25,6 +30,12 @@ if TYPE_CHECKING:
 _DTYPES: dict[torch.dtype, DtypeName] = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",
 }  # fmt: skip
+# what of a config says which model's keys and values they are, beside its name and the kinds of its layers
+_IDENTITY = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "sliding_window",
+    "attention_chunk_size", "rope_parameters",
+)  # fmt: skip
 _IN_PLACE = 16  # rows from which on results are written where they go, instead of being moved there
 
 
@@ -87,8 +98,8 @@ class _Tokens(KVCache):
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
-            "Cache: expected no pickle of tokens that are held. Copy it here with copy.deepcopy(); elsewhere make a "
-            "Cache, and give the model the tokens once more."
+            "Cache: expected no pickle of tokens that are held. Copy it here with copy.deepcopy(), or save() it, and "
+            "Cache.load() it where it is wanted."
         )
 
 
@@ -112,7 +123,7 @@ class Layer(theirs.CacheLayerMixin):
         return f"Layer(capacity={self.capacity}, window={self.window}, length={self.get_seq_length()})"
 
     def __deepcopy__(self, memo: Any) -> Layer:
-        self._append()
+        self.flush()
         new = copy.copy(self)
         new.cache = None if self.cache is None else self.cache.copy()
         return new
@@ -165,7 +176,7 @@ class Layer(theirs.CacheLayerMixin):
                 "train, give use_cache=False."
             )
         if self.waiting is not None:
-            self._append()
+            self.flush()
         if self.cache is None:
             self._check_dtype(key_states)
             self.lazy_initialization(key_states, value_states)
@@ -213,7 +224,7 @@ class Layer(theirs.CacheLayerMixin):
         count = integer("tokens_to_remove", tokens_to_remove)
         if count > 0:
             raise ArgumentError(f"tokens_to_remove: expected a number up to 0, -2 for two; got {count}.")
-        self._append()
+        self.flush()
         if self.cache is None or not count:
             return
         try:
@@ -244,6 +255,27 @@ class Layer(theirs.CacheLayerMixin):
         raise UnsupportedError("offload: expected a Cache without offloading; its tokens stay where they are.")
 
     prefetch = offload
+
+    # --- files
+
+    def snapshot(self) -> tuple[saving.Saved, str] | None:
+        """Copies the tokens, and names the dtype of the model's keys; None where there have been none."""
+        self.flush()
+        return None if self.cache is None else (saving.snapshot(self.cache), _DTYPES[self.like.dtype])
+
+    def fill(self, path: Path, content: saving.Saved, keys: str, device: Any) -> None:
+        """Takes over what snapshot() returned, of a file."""
+        sizes = {n: content.sizes.get(n) for n in ("layers", "capacity", "window", "keep_first", "latent")}
+        own = {"layers": 1, "capacity": self.capacity, "window": self.window, "keep_first": None, "latent": None}
+        dtypes = {x: dtype for dtype, x in _DTYPES.items()}
+        of_dtype = keys in dtypes and content.dtype == (self.dtype or keys)
+        if sizes | {"keep_first": sizes["keep_first"] or None} != own or not of_dtype:
+            raise FileError(
+                f"{path}: damaged; expected a layer of {own} and {self.dtype or 'the dtype of its keys'}; got "
+                f"{sizes} and {content.dtype}."
+            )
+        self.cache = saving.make_filled(path, content, lambda **x: _Tokens(**x, device=device))
+        self.like = torch.empty(0, dtype=dtypes[keys], device=device)
 
     # --- what attention_forward() asks
 
@@ -277,7 +309,7 @@ class Layer(theirs.CacheLayerMixin):
             return self._attend(query, new, options)
         if window is not None or (rows > 1 if spec is None else spec.looks_at_queries):
             return None
-        self._append()
+        self.flush()
         return self._attend(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
 
     def _attend(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
@@ -313,7 +345,7 @@ class Layer(theirs.CacheLayerMixin):
         """Returns all tokens that are shown to the next."""
         if self.cache is None:
             return None
-        self._append()
+        self.flush()
         dim = self.cache.head_dim if part == "keys" else self.cache.value_dim
         shape = (self.cache.batch, self.cache.kv_heads, self.get_mask_sizes(0)[0], dim)
         return Kept.of(self, part, self.like, shape, self.get_seq_length())
@@ -356,14 +388,14 @@ class Layer(theirs.CacheLayerMixin):
                 f"dims; got {heads} of {head_dim} and {value.shape[-1]}, of another model. Make a Cache(model.config)."
             )
 
-    def _append(self) -> None:
+    def flush(self) -> None:
         """Stores tokens that nobody attended to."""
         if self.waiting is not None:
             new, self.waiting = self.waiting, None
             self._require_cache().append(0, *new)
 
     def _select(self, items: list[int]) -> None:
-        self._append()
+        self.flush()
         if self.cache is not None:
             self.cache = self.cache.select(items)
 
@@ -405,6 +437,9 @@ class Cache(theirs.DynamicCache):
         kept = None if dtype is None else cache_dtype(dtype)
         layers = [_make_layer(n, *x, room, kept) for n, x in enumerate(zip(kinds, options, strict=True))]
         theirs.Cache.__init__(self, layers=layers)
+        self._name = str(getattr(config, "name_or_path", "") or "")
+        self._identity = _read_identity(config, kinds)
+        self._capacity, self._dtype = room, kept
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **more: Any) -> Any:
         """Takes a layer's tokens, as its attention calls it."""
@@ -417,6 +452,92 @@ class Cache(theirs.DynamicCache):
             self._check_decoder(layer_idx)
         layer: Any = self.layers[layer_idx]
         return layer.update(key_states, value_states, *args, **more)
+
+    # --- files
+
+    def save(self, path: str | Path, *, model: str | None = None) -> None:
+        """Writes a .safetensors file, which load() reads on any device: a prompt that outlives the process.
+
+        Only the user may read the file. It is written under a temporary name first, then renamed.
+
+        Args:
+            path: a name that ends in .safetensors.
+            model: key of the model, such as its name and revision, or its adapter. Default config.name_or_path. load()
+                asks for the same, and for a config of the same sizes.
+
+        Raises:
+            FileError: the file cannot be written; one of that name is as it was.
+            CacheBusy: another thread appends.
+
+        >>> import pathlib, tempfile, torch, speedlight.transformers
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> speedlight.transformers.register()
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="speedlight")).eval()
+        >>> cache = speedlight.transformers.Cache(model.config, capacity=64)
+        >>> with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        ...     _ = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        ...     cache.save(pathlib.Path(folder, "prompt.safetensors"), model="tiny")
+        ...     speedlight.transformers.Cache.load(
+        ...         pathlib.Path(folder, "prompt.safetensors"), model.config, model="tiny"
+        ...     ).get_seq_length()
+        3
+        """
+        where, name = saving.checked_path(path), saving.check_model(model) or self._name
+        words = {"model": name, "config": json.dumps(self._identity), "capacity": str(self._capacity)}
+        if self._dtype is not None:
+            words["dtype"] = self._dtype
+        contents = {}
+        for n, layer in enumerate(self.layers):
+            found = layer.snapshot() if isinstance(layer, Layer) else None
+            if found is not None:
+                contents[f"{n}."], words[f"{n}.keys"] = found
+        lengths = {max(n) for x in contents.values() for n, _ in x.held} - {0}
+        if len(lengths) > 1:
+            raise CacheBusy(
+                f"Cache: expected layers of as many tokens; got {sorted(lengths)}: another thread is appending, or an "
+                "error has left a step half done. save() between two calls of the model, or crop() it first."
+            )
+        saving.write(where, saving.LAYERS, contents, words)
+
+    @classmethod
+    def load(cls, path: str | Path, config: Any, *, model: str | None = None, device: Any = "cpu") -> Cache:
+        """Reads what save() wrote, for a model of this config: generate() goes on with the same tokens.
+
+        Args:
+            path: a name that ends in .safetensors.
+            config: of the model, of the sizes and the kinds of layers that it had.
+            model: key of the model, as save() was given it. Default config.name_or_path.
+            device: where the model lies.
+
+        Raises:
+            FileError: the file is missing, damaged, or of another model.
+        """
+        where = saving.checked_path(path)
+        file = saving.open_file(where, saving.LAYERS)
+        words = file.words
+        dtype = words.get("dtype")
+        try:
+            capacity, saved = int(words["capacity"]), dict(json.loads(words["config"]))
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise FileError(f"{where}: damaged; a word is missing or no number ({error}).") from None
+        if not 1 <= capacity <= MOST or dtype not in (None, *_DTYPES.values(), *CODES):
+            raise FileError(
+                f"{where}: expected a capacity from 1 to 2^46 and a known dtype; got {capacity}, {dtype!r}."
+            )
+        new = cls(config, capacity=capacity, dtype=cast("DtypeName | None", dtype))
+        saving.check_named(where, file, saving.check_model(model) or new._name)
+        for name in sorted({*saved, *new._identity}):
+            if saved.get(name) != new._identity.get(name):
+                raise FileError(
+                    f"{where}: expected tokens of a model whose {name} is {shown(new._identity.get(name))}, as config "
+                    f"says; got {shown(saved.get(name))}. Give the config of the model that computed them, or compute "
+                    "them anew."
+                )
+        for n, layer in enumerate(new.layers):
+            if isinstance(layer, Layer) and f"{n}.layers" in words:
+                layer.fill(where, saving.read(where, file, f"{n}."), words.get(f"{n}.keys", ""), device)
+        return new
 
     def _check_decoder(self, n: int) -> None:
         """Raises where a layer has more tokens than the next: it takes a second part of a call, the encoder's keys."""
@@ -435,6 +556,12 @@ class Cache(theirs.DynamicCache):
 def _is_causal(spec: MaskSpec, rows: int) -> bool:
     """Returns whether a query sees no key after it; the last token has none."""
     return spec.pattern.causal or (rows == 1 and spec.pattern.right is None)
+
+
+def _read_identity(config: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    """Returns what identifies the model of a config, as JSON has it."""
+    found = {name: getattr(config, name, None) for name in _IDENTITY} | {"layer_types": list(kinds)}
+    return json.loads(json.dumps({name: x for name, x in found.items() if x is not None}, sort_keys=True, default=str))
 
 
 def _make_layer(n: int, kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:

@@ -50,6 +50,8 @@ def test_float8_compiles_for_arm():
     neon, keys = isa_named("neon"), Source("f32", False)
     assert compiles(Shape("decode", neon, "f32", cached=True, quantised="float8_e4m3fn"))
     assert compiles(AppendShape(neon, "float8_e4m3fn", keys, keys))
+    codes = Source("float8_e4m3fn", strided=False)
+    assert compiles(AppendShape(neon, "float8_e4m3fn", codes, codes))
 
 
 def test_merge_compiles_for_arm():

@@ -85,7 +85,6 @@ def latents(names):
 IDS = np.repeat([0, 1, 2], [40, 8, 48])
 DOCUMENTS = CAUSAL & (IDS[:, None] == IDS)
 WINDOW = CAUSAL & (ROW - KEY < 24)
-REST = functools.partial(part, rows=slice(80, None))
 FIRST = functools.partial(part, items=slice(1))
 TEXTS = functools.partial(part, rows=slice(40))
 ALIBI = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None] * np.float32(KEY - ROW)
@@ -127,7 +126,6 @@ EXPECTED = {
     "Longformer": {"out": (part, {"mask": (abs(ROW - KEY) <= 8) | np.isin(ROW, (0, 50)) | np.isin(KEY, (0, 50))})},
     "BigBird": {"out": (part, lambda names: {"mask": np.kron(names["shown"].array, np.ones((8, 8))) > 0})},
     "NATTEN": {"out": (part, {"mask": neighbourhood(8, 12, 5)})},
-    "Save and load": {"out": (REST, {"mask": CAUSAL[80:]})},
     "Beam search": {"out": (beams, {})},
     "Sharding by merge": {"out": (part, {})},
     "Gradients without PyTorch": {"out": (part, {"mask": CAUSAL, "score": ALIBI})},

@@ -47,6 +47,27 @@ MUTATIONS = (
         "tests/robustness/test_files.py -k wherever_an_interrupt",
     ),
     Mutation(
+        "a file of a cache is for everybody",
+        "kv/saving.py",
+        "write_arrays(path, stored, said, private=True)",
+        "write_arrays(path, stored, said)",
+        "tests/conformance/caches/test_caches_saved.py -k only_the_user",
+    ),
+    Mutation(
+        "a file takes its name before the disk has it",
+        "arrays/files.py",
+        "            os.fsync(f.fileno())\n",
+        "",
+        "tests/conformance/caches/test_caches_saved.py -k on_the_disk",
+    ),
+    Mutation(
+        "arrays of a file are copied before they are read",
+        "arrays/files.py",
+        "arrays[name] = x if x.flags.aligned else x.copy()",
+        "arrays[name] = x.copy()",
+        "tests/conformance/caches/test_caches_saved.py -k taken_twice",
+    ),
+    Mutation(
         "a tuning is believed whatever its sum says",
         "cpu/runtime/tuned.py",
         "if data[:_HEADER] != _MAGIC + sum_of(path, body):",

@@ -145,4 +145,25 @@ MUTATIONS = (
         "out.permute(1, 3, 0, 2).reshape(heads, columns, batch * rows)",
         "tests/adapters/transformers/test_transformers_latents.py -k generation",
     ),
+    Mutation(
+        "tokens of a model of other sizes are loaded",
+        "transformers/caches.py",
+        "if saved.get(name) != new._identity.get(name):",
+        "if name not in saved:",
+        "tests/adapters/transformers/test_transformers_saved.py -k another_model",
+    ),
+    Mutation(
+        "a step that is half done is saved",
+        "transformers/caches.py",
+        "        if len(lengths) > 1:\n            raise CacheBusy(",
+        "        if len(lengths) > 2:\n            raise CacheBusy(",
+        "tests/adapters/transformers/test_transformers_saved.py -k half_done",
+    ),
+    Mutation(
+        "tokens that wait are not saved",
+        "transformers/caches.py",
+        "        self.flush()\n        return None if self.cache is None else (saving",
+        "        return None if self.cache is None else (saving",
+        "tests/adapters/transformers/test_transformers_saved.py -k tokens_that_wait",
+    ),
 )

@@ -356,6 +356,34 @@ def test_a_cache_saved_on_one_device_loads_on_the_other(rng, tmp_path, dtype, n,
             close(there.attend(layer, *(tensor(x) for x in new)), here.attend(layer, *new), dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_sequences_saved_on_one_device_load_on_the_other(rng, tmp_path, dtype):
+    """A prompt, a fork that shares its pages, and one of its own; files of both devices are the same."""
+    pytest.importorskip("safetensors")
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "value_dim": 20, "dtype": dtype, "pages": 12, "page_size": 16}
+    k, v = tokens(rng, dtype, (50, 2, 16), (50, 2, 20))
+    made = {}
+    for device in ("cpu", "cuda"):
+        pool, of = sl.PagePool(**sizes, device=device), np.asarray if device == "cpu" else tensor
+        prompt, alone = pool.sequence(), pool.sequence()
+        for layer in (0, 1):
+            pool.append(layer, [prompt], of(k[:40]), of(v[:40]))
+        both = [prompt.fork(), alone]
+        pool.append(0, both, of(k[40:]), of(v[40:]), new_lengths=[3, 7])
+        made[device] = pool, [prompt, *both], tmp_path / f"{device}.safetensors"
+        pool.save(made[device][2], made[device][1], tokens=[range(40), None, range(7)])
+    ours, theirs = (read_arrays([path]) for *_, path in made.values())
+    assert {n: x.tobytes() for n, x in ours.items()} == {n: x.tobytes() for n, x in theirs.items()}
+    for (pool, sequences, _), (*_, path) in zip(made.values(), [*made.values()][::-1], strict=True):
+        loaded, known = pool.load(path)
+        assert known == [[*range(40)], [], [*range(7)]] and pool.free_pages == 12 - 2 * 5
+        assert [x.length(n) for x in loaded for n in (0, 1)] == [40, 40, 43, 40, 7, 0]
+        for mine, other in zip(sequences, loaded, strict=True):
+            for layer in (0, 1):
+                np.testing.assert_array_equal(plain(other.keys(layer)), plain(mine.keys(layer)))
+                np.testing.assert_array_equal(plain(other.values(layer)), plain(mine.values(layer)))
+
+
 def test_a_file_that_a_device_cannot_load(tmp_path):
     path = tmp_path / "c.safetensors"
     sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, dtype="float64").save(path)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.array import describe
-from ...arrays.dtypes import DTYPES
+from ...arrays.dtypes import CODES, DTYPES
 from ...arrays.memory import Array
 from ...host.machine import Isa, current_isa
 from ...host.shortcuts import row_addresses
@@ -158,17 +158,22 @@ class AppendCall:
 
 def _bytes_of(x: New) -> int:
     """Returns the bytes of an element."""
-    return DTYPES[x.dtype][1]
+    return CODES[x.dtype].bits // 8 if x.dtype in CODES else DTYPES[x.dtype][1]
+
+
+def _storage_of(dtype: str) -> str:
+    """Returns how kernels name a dtype."""
+    return dtype if dtype in CODES else DTYPES[dtype][0]
 
 
 def _shape_of(blocks: Blocks, k: New, v: New, moved: int) -> AppendShape:
     """Returns what the kernel is specialised for, where it moves so many bytes."""
     tokens, raw = blocks.shape, blocks.raw
-    stored = DTYPES[tokens.dtype][0] if tokens.dtype in DTYPES else tokens.dtype
-    keys, values = (Source(DTYPES[x.dtype][0], x.column != _bytes_of(x)) for x in (k, v))
+    keys, values = (Source(_storage_of(x.dtype), x.column != _bytes_of(x)) for x in (k, v))
     lines = not (tokens.head_dim % 64 or tokens.value_dim % 64) if raw is None else raw.lines
+    lines &= k.dtype not in CODES  # which are moved in less than a line
     streams = moved >= _STREAM_BYTES and lines and blocks.isa.arch == "x86_64"
-    return AppendShape(blocks.isa, stored, keys, values, streams, raw is not None)
+    return AppendShape(blocks.isa, _storage_of(tokens.dtype), keys, values, streams, raw is not None)
 
 
 def _words_of(blocks: Blocks, k: New, v: New) -> dict[str, int]:

@@ -379,10 +379,12 @@ class CacheStorage(BlockStorage):
         return keys, values
 
     def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
-        """Stores what parts() returned."""
-        self.expect(keys[0].shape[2])
+        """Stores what parts() returned, in a cache that has held nothing."""
+        batch, _, n, _ = keys[0].shape
+        if n:
+            self.put(layer, [0] * batch, [n] * batch, keys[0], (values or keys)[0])
         for store, parts in zip(self.stores[layer], (keys, values), strict=False):
-            store.fill(parts)
+            store.fill_scales(parts[1:], _ALL)
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
         """These sequences become those of another cache; counts: of each layer the slots in use."""
@@ -593,6 +595,17 @@ class PoolStorage(BlockStorage):
             for parts in self._parts(layer, used, self.page_size)
         )
         return keys, values
+
+    def fill(
+        self, layer: int, table: _Table, pages: list[int], keys: list[np.ndarray], values: list[np.ndarray]
+    ) -> None:
+        """Stores what parts() returned of a sequence whose tokens fill these pages; `table`: of the same pages."""
+        n, size = len(pages) * self.page_size, self.page_size
+        k, v = (x[0][0].swapaxes(0, 1) for x in (keys, values or keys))
+        self.put(layer, Batch([table], [0], [n], [n]), k, v)
+        for store, parts in zip(self.stores[layer], (keys, values), strict=False):
+            of_pages = [x[0].reshape(x.shape[1], -1, size, x.shape[3]).swapaxes(0, 1) for x in parts[1:]]
+            store.fill_scales(of_pages, np.array(pages, np.int64))
 
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""

@@ -1,5 +1,5 @@
 """The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as codes with scales; or in
-the rows of somebody else's pages.
+the rows of somebody else's pages. Codes of a file are moved as they are, too; the caller stores their scales.
 
 A ticket is some heads of some blocks of a run of tokens. A whole block is written in vectors, of keys transposed in
 registers; where only some of its tokens are new, token by token.
@@ -86,7 +86,7 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
     k = module.function(name, prototype(f"source* block* low high row column dim ahead{in_pages}"))
     if s.raw:
         return _InPages(k, s, name).tokens()
-    if s.format.is_coded:
+    if s.format.is_coded and not s.moves_codes:
         block: Any = _Codes(k, s, name)
     elif name == "keys":
         block = _Keys(k, s, name)
@@ -110,8 +110,9 @@ class _Elements:
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         self.k, self.source = k, s.keys if name == "keys" else s.values
-        self.size = STORAGE_BYTES[self.source.storage]
-        self.dim, self.block, self.vector_bytes = k.p["dim"], k.p["block"], s.isa.vector_bytes
+        self.size = 1 if s.moves_codes else STORAGE_BYTES[self.source.storage]
+        self.dim, self.vector_bytes = k.p["dim"], s.isa.vector_bytes
+        self.block = k.at(k.p["block"], 4 * BLOCK) if s.moves_codes else k.p["block"]  # behind the scales
         # half a line of pairs at a time takes longer past the caches than through them
         self.streams, self.in_lines = False, s.streams and (self.vector_bytes == 64 or not s.pairs)
 
@@ -164,7 +165,8 @@ class _Rows(_Elements):
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
-        self.lanes = self.vector_bytes // self.size
+        # rows of codes may be shorter than a vector, and their rest goes byte by byte
+        self.lanes = BLOCK if s.moves_codes else self.vector_bytes // self.size
 
     def whole(self) -> None:
         with self.k.range(0, BLOCK) as lane:

@@ -69,14 +69,14 @@ class Store:
             )
             plane[(new, slice(None), *to)] = plane[(old, slice(None), *at)]  # of a copy
 
-    def fill(self, parts: list[np.ndarray]) -> None:
-        """Stores what parts() returned, from the first token on, and zeros behind it to the end of a block."""
-        for plane, part in zip(self.planes, parts, strict=True):
-            *items, n, dim = part.shape
-            count, tail = -(-n // BLOCK), plane.shape[self.memory.ndim - 1 :]
-            whole = np.zeros((*items, count * BLOCK, math.prod(tail) // BLOCK), part.dtype)
-            whole[:, :, :n, :dim] = part
-            plane[:, :, :count] = whole.reshape(*items, count, *tail)
+    def fill_scales(self, scales: list[np.ndarray], where: Any) -> None:
+        """Stores the scales that parts() returned beside codes, in memory[where]; zeros to the end of a block."""
+        for plane, part in zip(self.planes[1:], scales, strict=True):
+            *items, n, _ = part.shape
+            count = -(-n // BLOCK)
+            whole = np.zeros((*items, count * BLOCK, 1), part.dtype)
+            whole[:, :, :n] = part
+            plane[where, :, :count] = whole.reshape(*items, count, BLOCK, 1)
 
     def get(self, where: Any, n: int) -> np.ndarray:
         """A copy of the first n tokens of memory[where], (items, heads, n, dim)."""

@@ -288,6 +288,11 @@ class AppendShape:
         return self.format.in_pairs and not self.raw
 
     @property
+    def moves_codes(self) -> bool:
+        """Takes codes as they are, without their scales."""
+        return self.keys.storage == self.stored and self.format.is_coded
+
+    @property
     def stem(self) -> str:
         return f"append_{'raw_' * self.raw}{self.stored}_{self.isa.name}"
 

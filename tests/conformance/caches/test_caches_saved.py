@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 from caches import made
 from conftest import FULL
+from injection import interrupted, needs_places, places
 from problems import CODES, DTYPES, numpy_dtype, qkv, taken
 
 import speedlight as sl
@@ -22,6 +26,9 @@ KINDS = [  # and how many tokens; 17: a key's last is no pair
     ({"dtype": "bfloat16", "d": 17}, 40),
     *(({"dtype": x}, 400) for x in CODES),
     ({"dtype": "float32", "window": 70, "keep_first": 5, "capacity": None}, 400),
+    *(({"dtype": x, "d": 40, "window": 300, "capacity": None}, 1000) for x in ("bfloat16", *CODES)),
+    *(({"dtype": x, "d": 5}, 33) for x in CODES),
+    *(({"dtype": x, "d": 130, "keep_first": 20, "window": 17, "capacity": None}, 700) for x in CODES),
 ]
 
 
@@ -38,6 +45,173 @@ def test_saved_caches_come_back(rng, tmp_path, kind, n):
     new = [x[:, :, :1] for x in (q, k, v)]
     assert all(again.attend(x, *new).tobytes() == cache.attend(x, *new).tobytes() for x in (0, 1))
     assert [p.name for p in tmp_path.iterdir()] == ["chat.safetensors"]
+
+
+def parts_of(cache):
+    """The bytes of all slots in use, scales among them, as a file has them."""
+    held = [list(map(cache._ring.held, *pair)) for pair in cache._now()]
+    return [x.tobytes() for n, slots in enumerate(held) for both in cache._storage.parts(n, slots) for x in both]
+
+
+@pytest.mark.units("dtype")
+@pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
+@pytest.mark.parametrize("more", [{}, {"window": 70, "keep_first": 5, "capacity": None}], ids=["whole", "ring"])
+def test_a_loaded_cache_has_every_slot_and_goes_on_without_its_file(rng, tmp_path, dtype, more):
+    """Of keys and of latents: codes and scales are moved as they are, and appends never reach the file."""
+    for sizes in ({"head_dim": 70, "value_dim": 33}, {"head_dim": 70, "value_dim": 33, "latent": True}):
+        sizes |= {"layers": 2, "batch": 3, "kv_heads": 2, "dtype": dtype, "capacity": 300} | more
+        cache, path = sl.KVCache(**sizes), tmp_path / f"{len(sizes)}.safetensors"
+        k = rng.standard_normal((3, 2, 250, 70)).astype(numpy_dtype(taken(dtype)))
+        new = (k,) if "latent" in sizes else (k, k[..., :33])
+        cache.append(0, *new, new_lengths=[250, 17, 0])
+        cache.save(path)
+        before, loaded = path.read_bytes(), sl.KVCache.load(path)
+        assert parts_of(loaded) == parts_of(cache) and loaded.lengths(0) == (250, 17, 0)
+        for x in (loaded, cache):
+            x.append(0, *(y[:, :, :40] for y in new))
+        assert parts_of(loaded) == parts_of(cache) and path.read_bytes() == before
+        path.unlink()
+        assert loaded.keys(0).tobytes() == cache.keys(0).tobytes()
+
+
+def test_only_the_user_reads_a_file_whose_name_is_taken_at_once(tmp_path):
+    """The mode is that of the user alone whatever the umask, also where a file of the name was everybody's."""
+    cache, path = sl.KVCache(layers=1, kv_heads=1, head_dim=8, capacity=64), tmp_path / "c.safetensors"
+    path.write_bytes(b"old")
+    with path.open("rb") as reader:
+        cache.save(path)
+        assert reader.read() == b"old"
+    if os.name == "posix":
+        old = os.umask(0)
+        try:
+            path.chmod(0o644)
+            cache.save(path)
+        finally:
+            os.umask(old)
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *x, name=name, real=real: (done.append(name), real(*x))[1])
+    sl.KVCache(layers=1, kv_heads=1, head_dim=8, capacity=64).save(tmp_path / "c.safetensors")
+    assert done == ["fsync", "replace"]
+
+
+def test_a_file_that_is_cut_anywhere_or_has_any_other_byte_in_its_header_is_refused_or_the_same(rng, tmp_path):
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, path = made("int8"), tmp_path / "c.safetensors"
+    cache.append(0, k, v)
+    cache.save(path)
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    for at in range(0, len(data), 1 if FULL else 7):
+        path.write_bytes(data[:at])
+        with pytest.raises(sl.FileError, match=r"c\.safetensors"):
+            sl.KVCache.load(path)
+    for at in range(0, header, 1 if FULL else 3):
+        for flipped in (data[at] ^ 1, data[at] ^ 0x80, ord("9")):
+            path.write_bytes(data[:at] + bytes([flipped]) + data[at + 1 :])
+            try:
+                again = sl.KVCache.load(path)
+            except sl.FileError as error:
+                assert "c.safetensors" in str(error)
+            else:
+                assert again.keys(0).nbytes == cache.keys(0).nbytes
+
+
+@pytest.mark.parametrize("length", [1, (1 << 63) - 1, (1 << 64) - 1, 100 << 20])
+def test_a_header_that_is_longer_than_its_file_allocates_nothing(tmp_path, length):
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{" * 100)
+    start = time.process_time()
+    with pytest.raises(sl.FileError, match=r"c\.safetensors"):
+        sl.KVCache.load(path)
+    assert time.process_time() - start < 0.5
+
+
+def test_a_cache_is_not_written_to_while_it_is_copied(rng, tmp_path, monkeypatch):
+    """A thread that appends meanwhile is told so, and one that saves while another appends."""
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, path = made("float32"), tmp_path / "c.safetensors"
+    cache.append(0, k, v)
+    real, refused = type(cache._storage).parts, []
+
+    def parts(self, *x):
+        def append():
+            try:
+                cache.append(0, k, v)
+            except sl.CacheBusy as error:
+                refused.append(str(error))
+
+        thread = threading.Thread(target=append)
+        thread.start()
+        thread.join()
+        return real(self, *x)
+
+    monkeypatch.setattr(type(cache._storage), "parts", parts)
+    cache.save(path)
+    assert refused == ["layer 0: another thread is appending to it, or saves it. Append from one thread at a time."]
+    assert sl.KVCache.load(path).lengths(0) == (9,)
+    monkeypatch.undo()
+    cache._claims.add(0)
+    with pytest.raises(sl.CacheBusy, match="layer 0: another thread"):
+        cache.save(path)
+    cache._claims.clear()
+    cache.append(0, k, v)
+    assert cache.lengths(0) == (18,) and sl.KVCache.load(path).lengths(0) == (9,)
+
+
+@needs_places
+def test_save_and_load_are_whole_or_nothing_wherever_an_interrupt_comes(rng, tmp_path):
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, path = made("float32"), tmp_path / "c.safetensors"
+    within = ("speedlight/kv/", "speedlight/arrays/files")
+    cache.save(path)
+    old = path.read_bytes()
+    cache.append(0, k, v)
+    cache.save(path)
+    new = path.read_bytes()
+    for n in places(lambda: cache.save(path), within):
+        path.write_bytes(old)
+        assert interrupted(lambda: cache.save(path), n, within)
+        assert path.read_bytes() in (old, new) and [x.name for x in tmp_path.iterdir()] == [path.name]
+        assert not cache._claims
+    cache.append(0, k, v)
+    path.write_bytes(new)
+    for n in places(lambda: sl.KVCache.load(path), within):
+        assert interrupted(lambda: sl.KVCache.load(path), n, within)
+    assert path.read_bytes() == new and sl.KVCache.load(path).lengths(0) == (9,)
+
+
+def test_a_file_of_another_kind_says_who_reads_it(tmp_path):
+    pool, path = sl.PagePool(layers=1, pages=2, page_size=16, kv_heads=1, head_dim=8), tmp_path / "x.safetensors"
+    pool.save(path, [pool.sequence()])
+    with pytest.raises(sl.FileError, match=r"KVCache.save\(\) wrote; .* load\(\) of a speedlight.PagePool reads it"):
+        sl.KVCache.load(path)
+    write_arrays(path, {"x": np.zeros(1)}, {"format": "speedlight key-value cache", "version": "2"})
+    with pytest.raises(sl.FileError, match="expected version 1; got '2'"):
+        sl.KVCache.load(path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="umask")
+def test_memory_of_a_file_is_not_taken_twice(tmp_path):
+    """A file is read where it is mapped: what Python allocates for a load is little."""
+    import tracemalloc
+
+    cache, path = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=4096), tmp_path / "c.safetensors"
+    x = np.ones((1, 2, 4096, 64), np.float32)
+    cache.append(0, x, x)
+    cache.save(path)
+    tracemalloc.start()
+    try:
+        loaded = sl.KVCache.load(path)
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 4
+    finally:
+        tracemalloc.stop()
+    assert loaded.lengths(0) == (4096,)
 
 
 def test_damaged_files_are_named(rng, tmp_path):
