@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "the last of a block's tasks merges all spans but the first",
         "cpu/kernels/forward.py",
-        'with k.range(0, (panel.word("high") + (SPAN - 1)) // SPAN) as span:',
-        'with k.range(1, (panel.word("high") + (SPAN - 1)) // SPAN) as span:',
+        "with k.range(first, end) as span:\n                    k.call(self.parts.merge",
+        "with k.range(first + 1, end) as span:\n                    k.call(self.parts.merge",
         "tests/conformance/attention/test_latents.py -k tasks_that_share",
     ),
     Mutation(
@@ -125,8 +125,8 @@ MUTATIONS = (
     Mutation(
         "decoding leaves out the spans that no share divides",
         "cpu/kernels/decode.py",
-        "first, end = (spans * x // blocks for x in (self.share, self.share + 1))",
-        "first, end = (spans // blocks * x for x in (self.share, self.share + 1))",
+        "first, end = (seen + (spans - seen) * x // blocks for x in (self.share, self.share + 1))",
+        "first, end = (seen + (spans - seen) // blocks * x for x in (self.share, self.share + 1))",
         "tests/conformance/caches/test_caches.py -k few_heads_share",
     ),
     Mutation(

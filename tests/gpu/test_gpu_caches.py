@@ -302,7 +302,17 @@ def test_both_engines_keep_tokens_by_the_same_methods(name):
     """kv/ knows no other difference than what they say that they can do."""
     methods = []
     # of steps that are prepared, of a ring's first chunk and of large pages: those of the CPU's, which it says it has
-    own = {"find_step", "repeat_step", "step", "remember", "remember_put", "learn_step", "attend_new", "expect"}
+    own = {
+        "find_step",
+        "repeat_step",
+        "step",
+        "remember",
+        "remember_put",
+        "learn_step",
+        "attend_new",
+        "expect",
+        "together",
+    }
     for kind in (getattr(cpu_storage, name), getattr(gpu_storage, name)):
         assert issubclass(kind, Storage) and not inspect.isabstract(kind)
         public = {n: f for n, f in inspect.getmembers(kind, inspect.isfunction) if n[0] != "_" and n not in own}

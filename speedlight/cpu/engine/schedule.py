@@ -13,7 +13,7 @@ from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
 from ...problem.problem import SPAN, TILE, Problem
-from ..memory.records import DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, DecodeSizes, ForwardSizes, placed
+from ..memory.records import BLOCK, DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, DecodeSizes, ForwardSizes, placed
 
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
 _VISIT = 30_000  # FLOPs of a task for each of many threads, at least: they take tickets one after another
@@ -106,7 +106,7 @@ def _forward_schedule(
     stage_keys, stage_values = _staged(problem, product, strides)
     scattered = _reads_pages(problem, product, strides)
     rows_at_once = PRODUCTS[product].rows or tiles.keys[vectors - 1]
-    if _reads_blocks(problem, isa, product, strides):
+    if _reads_blocks(problem, isa, product, strides) and BLOCK % rows_at_once == 0:
         scattered, stage_keys, stage_values = True, False, False
     # a cache's values are staged where pages part a tile
     staged = stage_keys, stage_values or (strides.is_cached and not scattered)

@@ -229,7 +229,7 @@ class CacheStorage(BlockStorage):
         for mine, theirs in zip(itertools.chain(*self.stores), itertools.chain(*prefix.stores), strict=True):
             mine.memory[:, :, blocks] = theirs.memory[:, :, blocks]
 
-    def leave_prefix(self) -> None:
+    def _leave_prefix(self) -> None:
         """Copies what lies in a prefix: then every token is one's own."""
         prefix, shared = self.prefix, self.shared
         if prefix is not None:
@@ -246,7 +246,7 @@ class CacheStorage(BlockStorage):
                 f"{least}. Delete those caches first, or change a copy()."
             )
         if least < self.shared:
-            self.leave_prefix()
+            self._leave_prefix()
 
     def _stages(self, call: Call, piece: Piece) -> Together:
         """Returns the stages of a call: the prefix, then each sequence's own tokens."""
@@ -410,7 +410,7 @@ class CacheStorage(BlockStorage):
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
         """Prepares a piece's call: the problem is checked, nothing is written."""
         if self.shared and not self._goes_on(q, piece, options):
-            self.leave_prefix()
+            self._leave_prefix()
         if self.shared and piece.counts is None and not options.dropout and (known := options.key()) is not None:
             spans = spans_of(max(piece.after))
             key = "staged", q.shape, q.strides, q.dtype, known, spans
