@@ -47,7 +47,8 @@ class Part:
         """The attention kernel, the same again for flagged blocks, and the merging of splits."""
         p, how, device = self.problem, self.how, q.device
         tile, blocks = how.tile, how.row_blocks * how.splits * (p.q_heads // how.pack) * p.batch
-        flags = torch.empty(blocks, dtype=torch.int32, device=device)
+        producer = self._has_producer(q, keys)
+        flags = (torch.zeros if producer else torch.empty)(blocks, dtype=torch.int32, device=device)
         # a split's tiles start at the split, and the host may not know the device's lengths: then kernels classify
         classes = Classes()
         if not how.short and keys.lengths is None:
@@ -65,9 +66,11 @@ class Part:
             | words_of(p)
             | classes._asdict()
         )
-        first, again = arguments | {"NONFINITE": int(FLAG)}, arguments | {"NONFINITE": int(RECOMPUTE)}
+        first = arguments | {"NONFINITE": int(FLAG), "PRODUCER": producer}
+        again = arguments | {"NONFINITE": int(RECOMPUTE), "PRODUCER": False}
+        warps, registers = (tile.warps // 2, None) if producer else (tile.warps, tile.registers)
         made = [
-            Launch(attend, (blocks,), first, tile.warps, tile.stages, tile.registers),
+            Launch(attend, (blocks,), first, warps, tile.stages, registers),
             # apart, since it wants more registers
             Launch(attend, (min(blocks, REPAIR_GRID),), again, tile.warps, tile.stages),
         ]
@@ -76,6 +79,23 @@ class Part:
             more = {"sinks": self.uploads.sinks, "rows": rows, "padded_rows": how.row_blocks * how.rows}
             made.append(Launch(combine, (rows * p.kv_heads * p.batch,), shared | more, 4, 2))
         return made
+
+    def _has_producer(self, q: torch.Tensor, keys: Keys) -> bool:
+        """Returns whether a group of warps loads keys for the others: where every tile is whole, and no more than
+        causality hides some of it.
+        """
+        p, how = self.problem, self.how
+        plain = p.mask is None and p.score is None and p.sinks is None and not p.dropout and _factor(p)[1] == 1
+        alike = self.uploads.items is None and keys.lengths is None and p.rows is None
+        if not (how.tile.producer and plain and alike and self._uses_tma(keys)):
+            return False
+        if p.q_lengths[0] % how.rows or p.k_lengths[0] % how.tile.keys or how.causal and p.q_starts[0] < p.k_start:
+            return False
+        strides, size = axes(q, self.layout), q.element_size()
+        return strides[3] == 1 and all(at % 16 == 0 for at in (q.data_ptr(), *(x * size for x in strides[:3])))
+
+    def _uses_tma(self, keys: Keys) -> bool:
+        return self.how.tile.use_tma and allows_tma() and keys.fit_tma(max(self.problem.k_lengths))
 
     def _shared(self, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
         """Arguments that the attention kernel and `combine` share."""
@@ -102,7 +122,7 @@ class Part:
         return {
             "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)), "BM": how.rows, "BN": how.tile.keys,
             "CAUSAL": how.causal, "PRECISION": how.precision, "HIDING": how.hiding, "SPLIT": how.short,
-            "USE_TMA": how.tile.use_tma and allows_tma() and keys.fit_tma(max(p.k_lengths)),
+            "USE_TMA": self._uses_tma(keys),
             "MEMORY": int(PAGES if keys.pages is not None else RING if keys.ring else ARRAYS),
         }  # fmt: skip
 

@@ -20,6 +20,8 @@ class Tile:
     stages: int
     use_tma: bool = False  # keys and values come by tensor descriptors (from capability 9.0)
     registers: int | None = None  # of a thread, at most; said where ptxas would rather spill a few than fit one block
+    # where lengths are multiples of the tile, half as many warps compute, and a group of others loads keys for them
+    producer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
