@@ -193,18 +193,21 @@ def attend(
 def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Program, p_flags, c: Config):
     """One block: of an item and its heads, and with SPLIT of a run of keys."""
     block = locate_block(pid, batch, pages, c)
-    if c.PRODUCER:  # every block has rows: Triton makes a producer for a loop outside of conditions alone
+    if c.PRODUCER:
+        # every block has rows, and Triton makes a producer only for a loop outside of conditions
         attend_rows(pid, block, tensors, batch, pages, program, p_flags, c)
-    elif has_rows(block, c):
-        attend_rows(pid, block, tensors, batch, pages, program, p_flags, c)
-    elif c.NONFINITE == FLAG:
-        tl.store(p_flags + pid, 0)
+    else:
+        if has_rows(block, c):
+            attend_rows(pid, block, tensors, batch, pages, program, p_flags, c)
+        elif c.NONFINITE == FLAG:
+            tl.store(p_flags + pid, 0)
 
 
 @triton.jit
 def attend_rows(
     pid, block: Block, tensors: Tensors, batch: Batch, pages: Pages, program: Program, p_flags, c: Config
 ):  # fmt: skip
+    """A block that has rows."""
     item = block.item
     rows = locate_rows(block, c)
     o_n = tl.arange(0, c.BN).to(tl.int64)
@@ -229,7 +232,8 @@ def attend_rows(
 
     unseen = tl.full([c.BM], float("-inf"), tl.float32)
     state = over_tiles(unseen, queries, source, program, FINITE if c.NONFINITE == RECOMPUTE else ORDINARY, c)
-    if c.PRODUCER:  # beside one, no rows can be reduced to a number: flags are zeros before, and any row sets its block's
+    if c.PRODUCER:
+        # beside one Triton cannot reduce rows to a number: flags begin as zeros, and any row sets its block's
         m_bad = tl.sum(state.acc * 0.0, 1) != 0.0
         tl.store(p_flags + pid + tl.zeros([c.BM], tl.int32), tl.full([c.BM], 1, tl.int32), mask=m_bad)
     elif c.NONFINITE == FLAG:
@@ -253,7 +257,7 @@ def head_start(tensor: Tensor, block: Block, MEMORY: tl.constexpr):
 @triton.jit
 def load_queries(q: Tensor, block: Block, rows: Rows, o_d, c: Config):
     """[BM, BLOCK_D]"""
-    if c.PRODUCER:  # which needs them in shared memory
+    if c.PRODUCER:  # it takes them from shared memory alone
         p_head = q.p + block.item.i_item * q.item + block.i_heads.to(tl.int64) * q.head
         length = block.item.q_len.to(tl.int32)
         d_q = tl.make_tensor_descriptor(p_head, [length, c.D], [q.row, 1], [c.BM, c.BLOCK_D])
@@ -267,6 +271,7 @@ def load_queries(q: Tensor, block: Block, rows: Rows, o_d, c: Config):
 
 @triton.jit
 def load_strided_queries(q: Tensor, block: Block, rows: Rows, o_d, c: Config):
+    """[BM, BLOCK_D]"""
     p_q = q.p + block.item.i_item * q.item + rows.head[:, None] * q.head + block.item.o_q * q.row
     return load_rows(p_q, rows.token * q.row, o_d, q.column, rows.m_row, c.D, c.BLOCK_D, True)
 
@@ -276,7 +281,7 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
     """The state after all tiles of the block; for CODES, running_max is the last one already."""
     keys = source.keys
     state = State(running_max, tl.zeros([c.BM, c.BLOCK_DV], tl.float32), tl.zeros([c.BM], tl.float32))
-    if c.PRODUCER:  # one loop: two beside each other end Triton 3.6
+    if c.PRODUCER:  # one loop, since two beside each other end Triton 3.6
         for n in tl.range(keys.first, keys.end, c.BN, warp_specialize=True):
             state = one_tile(state, n, queries, source, program, c.CAUSAL, VALUES, c)
     elif c.HIDING:
@@ -348,7 +353,10 @@ def one_tile(
             program.p_ints, program.p_floats, program.p_wrong, MASKED,
         )  # fmt: skip
     elif MASKED:
-        x = tl.where(tl.arange(0, c.BN)[None, :] < keys_from(n, keys.limit, c.BN)[:, None], x, float("-inf"))
+        if c.USE_TMA:  # 32 bits take fewer registers beside descriptors, 64 bits beside addresses
+            x = tl.where(tl.arange(0, c.BN)[None, :] < keys_from(n, keys.limit, c.BN)[:, None], x, float("-inf"))
+        else:
+            x = tl.where(o_n[None, :] < keys.limit[:, None], x, float("-inf"))
     if c.USE_TMA:
         b_v = source.p_v.load([tl.cast(n, tl.int32), 0])
     else:

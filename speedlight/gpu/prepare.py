@@ -12,7 +12,7 @@ from ..host.rounding import standard
 from ..problem.problem import Problem
 from .dropping import words_of
 from .forward import attend
-from .keys import Keys, axes
+from .keys import Keys, axes, fits_tma
 from .launch import Launch, named_strides, start
 from .schedule import Schedule, allows_tma, capability, check, most_rows, power_above, schedule, tile_class
 from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
@@ -81,18 +81,22 @@ class Part:
         return made
 
     def _has_producer(self, q: torch.Tensor, keys: Keys) -> bool:
-        """Returns whether a group of warps loads keys for the others: where every tile is whole, and no more than
-        causality hides some of it.
+        """Returns whether a group of warps loads keys for the others.
+
+        Every tile must be whole and every row must see a key, by causality alone; q is read by a descriptor, too.
         """
         p, how = self.problem, self.how
-        plain = p.mask is None and p.score is None and p.sinks is None and not p.dropout and _factor(p)[1] == 1
-        alike = self.uploads.items is None and keys.lengths is None and p.rows is None
-        if not (how.tile.producer and plain and alike and self._uses_tma(keys)):
+        if not how.tile.producer or how.short or not self._uses_tma(keys):
             return False
-        if p.q_lengths[0] % how.rows or p.k_lengths[0] % how.tile.keys or how.causal and p.q_starts[0] < p.k_start:
+        is_plain = p.mask is None and p.score is None and p.sinks is None and not p.dropout and _factor(p)[1] == 1
+        is_alike = self.uploads.items is None and keys.lengths is None and p.rows is None
+        if not (is_plain and is_alike):
             return False
-        strides, size = axes(q, self.layout), q.element_size()
-        return strides[3] == 1 and all(at % 16 == 0 for at in (q.data_ptr(), *(x * size for x in strides[:3])))
+        q_len, k_len = p.q_lengths[0], p.k_lengths[0]
+        if q_len % how.rows or k_len % how.tile.keys or not k_len:
+            return False
+        sees_none = how.causal and p.q_starts[0] < p.k_start
+        return not sees_none and fits_tma(q, axes(q, self.layout))
 
     def _uses_tma(self, keys: Keys) -> bool:
         return self.how.tile.use_tma and allows_tma() and keys.fit_tma(max(self.problem.k_lengths))
