@@ -54,20 +54,14 @@ class Part:
         if not how.short and keys.lengths is None:
             classes = classes_of(p, self.uploads, Grid(how.rows, tile.keys, how.pack), device)
         shared = self._shared(keys, out, lse, device)
-        arguments = (
-            shared
-            | {"q": q, "flags": flags, "blocks": blocks, "row_blocks": how.row_blocks, "q_start": p.q_starts[0]}
-            | {"at_end": int(not keys.placed), "k_start": p.k_start, "wrong": wrong}
-            | {"sinks": None if how.short else self.uploads.sinks}
-            | named_strides("q", axes(q, self.layout))
-            | _key_arguments(keys)
-            | self._constants(keys)
-            | self._program()
-            | words_of(p)
-            | classes._asdict()
-        )
-        first = arguments | {"NONFINITE": int(FLAG), "PRODUCER": producer}
-        again = arguments | {"NONFINITE": int(RECOMPUTE), "PRODUCER": False}
+        first = {
+            **shared, "q": q, "flags": flags, "blocks": blocks, "row_blocks": how.row_blocks, "q_start": p.q_starts[0],
+            "at_end": int(not keys.placed), "k_start": p.k_start, "wrong": wrong,
+            "sinks": None if how.short else self.uploads.sinks, **named_strides("q", axes(q, self.layout)),
+            **_key_arguments(keys), **self._constants(keys), **self._program(), **words_of(p), **classes._asdict(),
+            "NONFINITE": int(FLAG), "PRODUCER": producer,
+        }  # fmt: skip
+        again = first | {"NONFINITE": int(RECOMPUTE), "PRODUCER": False}
         warps, registers = (tile.warps // 2, None) if producer else (tile.warps, tile.registers)
         made = [
             Launch(attend, (blocks,), first, warps, tile.stages, registers),

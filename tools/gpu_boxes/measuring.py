@@ -121,7 +121,8 @@ def _tile(kind: str, d: int, tile: Tile) -> Item:
 
 
 def _backward_tile(queries: tuple[int, ...], keys: tuple[int, ...]) -> Any:
-    real, row = differentiate.gradient_row, GradientRow(512, *(Tile(*x, registers=255) for x in (queries, keys)))
+    real, (a, b) = differentiate.gradient_row, [Tile(x[0], x[1], x[2], x[3], registers=255) for x in (queries, keys)]
+    row = GradientRow(512, a, b)
     differentiate.gradient_row = lambda *_, **__: row
     try:
         return _alone(lambda: gpu.backward("bfloat16", 128, gpu.MAIN, True, TURNS, ()))()
@@ -169,12 +170,12 @@ def kernels_and_host() -> str:
     """Says how long each kernel takes by the profiler, and what calls cost the host."""
     q, k, v = (problems.drawn(2, 16, 8192, 128, seed=s) for s in range(3))
     token, *keys = problems.drawn(8, 32, 1, 128), *(problems.drawn(8, 8, 4096, 128, seed=s) for s in (1, 2))
-    small = [problems.drawn(1, 2, 64, 64, seed=s) for s in range(3)]
+    x, y, z = (problems.drawn(1, 2, 64, 64, seed=s) for s in range(3))
     calls: dict[str, Callable[[], Any]] = {
         "prefill": lambda: sl.attention(q, k, v, causal=True, **GPU),
         "decode": lambda: sl.attention(token, *keys, **GPU),
-        "small": lambda: sl.attention(*small, **GPU),
-        "small by PyTorch": lambda: torch.nn.functional.scaled_dot_product_attention(*small),
+        "small": lambda: sl.attention(x, y, z, **GPU),
+        "small by PyTorch": lambda: torch.nn.functional.scaled_dot_product_attention(x, y, z),
     }
     for call in calls.values():
         call()

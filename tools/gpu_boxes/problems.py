@@ -159,7 +159,7 @@ def packed() -> str:
     return judged(out, want, "bfloat16")
 
 
-def cache(dtype: str) -> str:
+def cache(dtype: Any) -> str:
     """A prefill and steps; then steps in a CUDA graph."""
     made = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=64, capacity=1024, dtype=dtype, device="cuda")
     q, k, v = (drawn(2, h, 330, 64, seed=s) for s, h in enumerate((8, 2, 2)))
@@ -246,7 +246,8 @@ def compiled() -> str:
     assert q.grad is not None
     text = judged(q.grad, reference(q, k, v, causal=True, d_out=torch.ones_like(q))[0], "bfloat16")
     inputs = [x.detach() for x in (q, k, v)]
-    out = torch.compile(lambda *x: st.attention(*x, causal=True))(*inputs)
+    call: Any = torch.compile(lambda q, k, v: st.attention(q, k, v, causal=True))
+    out = call(*inputs)
     return f"{text}; compiled {judged(out, reference(*inputs, causal=True)[0], 'bfloat16')}"
 
 

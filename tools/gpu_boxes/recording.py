@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -36,7 +37,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         recorder = self
-        said = {"interpreting": (machine.interpreting, lambda: True)}
+        said: dict[str, tuple[Any, Any]] = {"interpreting": (machine.interpreting, lambda: True)}
         said["capability"] = (schedule.capability, lambda device: recorder.capability)
         for module in list(sys.modules.values()):
             for name, (real, ours) in said.items():
@@ -102,7 +103,9 @@ def compile_all(
 ) -> str:
     """Compiles what items launch, in processes; says how many kernels, and which not."""
     launches = recorded(items, capability)
-    todo = [Item(f"kernel {n} {_name_of(x)}", lambda x=x: _compile(*x, capability)) for n, x in enumerate(launches)]
+    todo = [
+        Item(f"kernel {n} {_name_of(x)}", functools.partial(_compile, *x, capability)) for n, x in enumerate(launches)
+    ]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # a line for each kernel is too many
         found = run_items(todo, "kernels", journal, seconds=seconds, each=seconds, at_once=processes)
     bad = [name for name, x in found.items() if not x.is_right]
