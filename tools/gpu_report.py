@@ -82,7 +82,9 @@ class Box:
 
         self.name, self.given, self.about = name, given, about
         self.end = time.monotonic() + (given.seconds or SECONDS[name]) - _END
-        self.journal = Journal(given.output / f"box-{name}")
+        folder = given.output / f"box-{name}"
+        earlier = len(list(given.output.glob(f"box-{name}*")))
+        self.journal = Journal(folder.with_name(f"{folder.name}-{earlier + 1}") if earlier else folder)
         words = about["GPU (name, driver, memory, capability)"]
         found = re.search(r"(\d+)\.(\d+)$", words.partition("\n")[0])
         self.capability = (int(found[1]), int(found[2])) if found else (9, 0)
@@ -95,7 +97,7 @@ class Box:
     def say(self, text: str) -> None:
         print(f"--- {text} ({self.left():.0f} s left)", flush=True)
 
-    def items(self, step: str, items: Iterable[Any], seconds: float, each: float, **how: Any) -> list[Any]:
+    def items(self, step: str, items: Iterable[Any], seconds: float, each: float, **how: Any) -> None:
         """Runs items; tries some that failed again with plainer tiles, in what is left of the step."""
         from gpu_boxes.problems import PLAINER, plainer
         from gpu_boxes.running import run_items
@@ -111,7 +113,12 @@ class Box:
             run_items(again, f"{step} again", self.journal, seconds=more, each=each, at_once=how.get("at_once", 1))
         right = sum([outcomes[x.name].is_right and outcomes[x.name].seconds > 0 for x in items])
         print(f"{step}: {right} of {len(items)} are right")
-        return failed
+        self.write_report()  # whoever stops the box later finds this much
+
+    def write_report(self) -> str:
+        text = report(self)
+        (self.journal.folder / "report.txt").write_text(text + "\n")
+        return text
 
     def kernels(self, items: Callable[[], Iterable[Any]], seconds: float) -> None:
         """Compiles what items launch, in a process of its own: what recording changes stays there."""
@@ -299,8 +306,7 @@ def run_box(name: str, given: argparse.Namespace, about: dict[str, str]) -> bool
     with dry() if given.dry else contextlib.nullcontext():
         run(box)
     lines = box.journal.lines()
-    text = report(box)
-    (box.journal.folder / "report.txt").write_text(text + "\n")
+    text = box.write_report()
     rows = [x["result"] for x in lines if isinstance(x["result"], dict) and "seconds" in x["result"]]
     if rows:
         print(draw(rows, box.journal.folder / "speed.png"))
