@@ -8,7 +8,7 @@ RUN := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test lint types suite suite-avx2 smoke test-lowest test-newest test-all coverage docs gallery scaling
-.PHONY: mutations bench readme package release-check check-arm check-amx predict gpu-check test-gpu-image gpu clean
+.PHONY: mutations bench readme package release-check check-arm check-amx predict gpu-check test-gpu-image gpu gpu-pack clean
 
 help:
 	@awk '/^# / {about = about substr($$0, 2); next} /^[a-z0-9-]+:/ && about {printf "%-14s%s\n", $$1, about} {about = ""}' Makefile
@@ -179,14 +179,20 @@ test-gpu-image:
 	$(GPU_IMAGE) tools/torch_without_cuda.py torch -c gpu-image.txt
 	TRITON_INTERPRET=1 $(GPU_IMAGE) -m pytest -n auto $(GPU_TESTS)
 
-GPU_TURNS ?= 5
-GPU_MINUTES ?= 20
+BOX ?=
 GPU_OUT ?= benchmarks/results/gpu
+GPU_KERNELS ?= build/gpu-kernels.tar.gz
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
-# (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Smoke tests, the benchmark, all tests
+# (pytest-xdist, if it is there, lets compilers run side by side; matplotlib draws). Three boxes of minutes, or
+# BOX=one (problems, main rows), two (tiles, all rows) or three (tests); DRY=1: without a GPU, computing nothing
 gpu:
-	PYTHONPATH=. $(PYTHON) tools/gpu_report.py --turns $(GPU_TURNS) --minutes $(GPU_MINUTES) -o $(GPU_OUT)
+	$(PYTHON) tools/gpu_report.py $(BOX) $(if $(DRY),--dry) --kernels $(GPU_KERNELS) -o $(GPU_OUT)
+
+# without a GPU: the kernels of boxes one and two, compiled, in a file that travels to a machine with a GPU: PYTHON has
+# the releases of that machine (gpu-image.txt), and the sources are the same there
+gpu-pack:
+	$(PYTHON) tools/gpu_report.py pack --kernels $(GPU_KERNELS) -o build/gpu-pack
 
 # removes .venv and what was built
 clean:

@@ -6,6 +6,7 @@ Calls are timed between CUDA events; in Triton's interpreter by the clock of thi
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ LENGTHS, DIMS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
 MAIN = 8192  # the length of rows that come first; only there run peers that are compiled for each shape
 TOKENS, WIDTH = 16384, 2048  # of every forward problem: batch x length, heads x head_dim
 DECODE = ((32, 4096), (1, 1024), (1, 8192), (1, 131072), (8, 4096), (32, 32768), (64, 1024), (64, 8192))  # batch, keys
+MASKS = ("causal", "window 1024", "prefix 1024", "documents", "alibi", "softcap")
 FLOAT32 = ((128, 4096), (64, 4096), (128, 16384))  # head_dim, length
 
 
@@ -65,8 +67,9 @@ def row_of(
     arrays = asked[:3]
     ours = lambda: sl.attention(*arrays, engine="cuda", **options)  # noqa: E731
 
+    got = ours()
     held = judge(*arrays, heads=heads, rows=64, arithmetic=OF_GPU, **options)
-    if refused := held(ours()):
+    if refused := held(got):
         return {"name": name, "refused": refused}
     others, notes = usable(of_gpu(peers), asked, lambda got: held(got, PEER_SLACK))
     calls = {"speedlight": ours} | others
@@ -95,9 +98,10 @@ def backward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterab
     def ours() -> Any:
         return sl.attention_backward(q, k, v, out, lse, d_out, causal=causal, engine="cuda")
 
+    got = ours()
     held = judge_gradients(q, k, v, out, lse, d_out, arithmetic=OF_GPU, causal=causal)
     row: dict[str, Any] = {"name": f"backward {dtype} d{d} N{n} {'causal' if causal else 'full'}", "dtype": dtype}
-    if refused := held(ours()):
+    if refused := held(got):
         return row | {"refused": refused}
     names = [x for x in names if n == MAIN or x != "flex"]
     others, notes = usable(of_gpu(names), Asked(q, k, v, causal, d_out), lambda got: held(got, PEER_SLACK))
@@ -159,27 +163,33 @@ def decode(
     return row | {"bytes": moved, "gbps": {x: moved / t[2] / 1e9 for x, t in row.get("seconds", {}).items()}}
 
 
-def rows(turns: int = 5, only: str = "") -> Iterator[dict[str, Any]]:
-    """Measures everything, or one kind; the figures that matter most come first."""
+def cases(turns: int = 5, only: str = "") -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yields a name and the measurement of each row, or of those of a kind; the figures that matter most come first."""
     first = [(DIMS[1], MAIN, False), (DIMS[1], MAIN, True), (DIMS[0], MAIN, False)]
     rest = [(d, n, c) for d in DIMS for n in LENGTHS for c in (False, True) if (d, n, c) not in first]
-    cases: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
-    cases += [("forward", forward, ("bfloat16", *x)) for x in first]
-    cases += [("backward", backward, ("bfloat16", *x)) for x in first]
-    cases += [("decode", decode, DECODE[0])]
-    cases += [("float32", forward, ("float32", d, n, False)) for d, n in FLOAT32]
-    cases += [("mask", masked, (name, MAIN)) for name in mask_list(16)]
-    cases += [("decode", decode, x) for x in DECODE[1:]]
-    cases += [("forward", forward, ("bfloat16", *x)) for x in rest]
-    cases += [("backward", backward, ("bfloat16", *x)) for x in rest if x[0] < 256]
-    for kind, measure, case in cases:
+    listed: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
+    listed += [("forward", forward, ("bfloat16", *x)) for x in first]
+    listed += [("backward", backward, ("bfloat16", *x)) for x in first]
+    listed += [("decode", decode, DECODE[0])]
+    listed += [("float32", forward, ("float32", d, n, False)) for d, n in FLOAT32]
+    listed += [("mask", masked, (name, MAIN)) for name in MASKS]
+    listed += [("decode", decode, x) for x in DECODE[1:]]
+    listed += [("forward", forward, ("bfloat16", *x)) for x in rest]
+    listed += [("backward", backward, ("bfloat16", *x)) for x in rest if x[0] < 256]
+    for kind, measure, case in listed:
         if only in ("", kind):
-            try:
-                yield measure(*case, turns)
-            except Exception as error:  # too little memory, a kernel that does not compile: the other rows matter, too
-                yield {"name": f"{kind} {case}", "refused": f"{type(error).__name__}: {str(error)[:200]}"}
-            if not interpreting():
-                torch.cuda.empty_cache()
+            yield f"{kind} {case}", functools.partial(measure, *case, turns)
+
+
+def rows(turns: int = 5, only: str = "") -> Iterator[dict[str, Any]]:
+    """Measures everything, or one kind."""
+    for name, measure in cases(turns, only):
+        try:
+            yield measure()
+        except Exception as error:  # too little memory, a kernel that does not compile: the other rows matter, too
+            yield {"name": name, "refused": f"{type(error).__name__}: {str(error)[:200]}"}
+        if not interpreting():
+            torch.cuda.empty_cache()
 
 
 def about() -> dict[str, Any]:

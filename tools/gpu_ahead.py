@@ -290,9 +290,8 @@ def gradients_of(capability: tuple[int, int], case: Case) -> list[Launch]:
     x = Operands(*(lying(name) for name in Operands._fields))
     options = Options(causal=case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
     problem = from_arrays(x.q, x.k, x.v, options).problem
-    call = Gradients(
-        Asked(problem, case.tables), "bhld", case.precision, None, uploads_of(problem, "cpu", None, backward=True)
-    )
+    uploads = uploads_of(problem, "cpu", None, backward=True)
+    call = Gradients(Asked(problem, case.tables), "bhld", case.precision, None, uploads, capability)
     delta = torch.empty(x.lse.shape, device="meta")
     sums = call.of_rows(x, delta, torch.zeros(32, dtype=torch.float64))[0]
     found = {id(t): torch.empty(t.array.size, dtype=torch.float64, device="meta") for t in case.tables}

@@ -1,62 +1,57 @@
 """What works on this machine's GPU, how fast, and what to send us: `make gpu`, or this file with a Python.
 
-Prints what it finds; then shares the minutes that it has: a tenth for the smoke tests, four for the benchmark beside
-other libraries, main figures first, and the rest for all tests. A test that fails is printed at once. Leaves a report,
-a picture and the tests' output in a directory, and a paragraph for an issue on the screen.
+Three boxes, each within its time, on a machine that may be there for minutes alone:
+
+    one     170 s   kernels are compiled; problems beside float64; main rows beside cuDNN and flash; the host's time
+    two     245 s   candidates of the table of tiles; every row of the benchmark
+    three   205 s   all tests; the memory checker on a small problem
+    pack            without a GPU: compiles what boxes launch, into a file that box one and two unpack
+
+Outcomes are written as they come, so whatever ends a box leaves all until then. What failed is tried again with
+plainer tiles. A paragraph for an issue ends each box.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tools")]
+WORK = Path("/tmp/speedlight-gpu")  # kernels that travel have this path within
+CACHES = {
+    "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "MPLCONFIGDIR": "matplotlib",
+    "SPEEDLIGHT_CACHE_DIR": "speedlight",
+}  # fmt: skip
+SECONDS = {"one": 170, "two": 245, "three": 205}
 PACKAGES = ("torch", "triton", "numpy", "flash_attn")
-WORKERS = 14  # of pytest, at most, where it can have several: most of their time goes to compilers
-WORKER_MIB = 2000  # of the GPU's memory for each
-# of the budget, what smoke tests and the benchmark have at most; all tests have what is left
-SHARES = {"smoke tests": 0.1, "benchmark": 0.4}
-SMOKE = ("tests/conformance/backward/test_gpu_backward.py", "tests/gpu/test_gpu.py", "-k", "option or tile or layouts")
-# what is known of a failure, by words of its text
-KNOWN = {
-    r"too little (shared|registers)|OutOfResources": "a row of gpu/tiles.py is too large for this GPU: run `speedlight "
-    "tune --device cuda`, and send what it prints",
-    r"CompilationError|CompileError|PassManager": "this Triton cannot compile a kernel: 3.6 is what kernels were "
-    "compiled with; send the line that it names",
-    r"illegal memory access|misaligned": "an address is wrong: run the test alone under CUDA_LAUNCH_BLOCKING=1, and "
-    "send its name",
-    r"stream is capturing": "a call waits or uploads while a CUDA graph is captured: send the test's name",
-    r"outside the bound|wrong infinities|NaN in": "a result is wrong: send the test's name and the line with `bound`",
-    r"OutOfMemoryError|out of memory": "other processes use this GPU's memory: run again when they have ended",
-    r"no kernel image|not compatible": "this PyTorch was built for other GPUs: install one for this compute capability",
-    r"ModuleNotFoundError|ImportError": "a package is missing: PyTorch, Triton, llvmlite, ml_dtypes, pytest and "
-    "Hypothesis are needed",
-}
+AT_ONCE = 5  # problems
+FLEX_AT_ONCE = 12  # graphs, each of which compiles for ten seconds or more
+MOST_AGAIN = 4  # failures that are tried again
+_END = 5  # seconds that the end of a box takes
 
 
-_BAD = ("FAILED ", "ERROR ")  # beginnings of lines
-
-
-class Outcome(NamedTuple):
-    """The end of a run of tests: pytest's last line, failed tests and what is known of them, and its whole output."""
-
-    name: str
-    summary: str
-    failed: list[str]
-    known: list[str]
-    output: str
+def set_environment() -> None:
+    """Puts caches where anybody may write, and asks for a GPU without starting CUDA, since processes are forked."""
+    for name, folder in CACHES.items():
+        at = WORK / folder
+        if name not in os.environ:
+            at.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.environ[name] = str(at)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes would outlive those that are ended
 
 
 def found() -> dict[str, str]:
@@ -79,113 +74,183 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def known_of(text: str) -> list[str]:
-    """Returns what is known of the failures in a text."""
-    return [advice for words, advice in KNOWN.items() if re.search(words, text)]
+class Box:
+    """A box: its steps share its seconds, and a step has what is left at most."""
+
+    def __init__(self, name: str, given: argparse.Namespace, about: dict[str, str]) -> None:
+        from gpu_boxes.running import Journal
+
+        self.name, self.given, self.about = name, given, about
+        self.end = time.monotonic() + (given.seconds or SECONDS[name]) - _END
+        folder = given.output / f"box-{name}"
+        earlier = len(list(given.output.glob(f"box-{name}*")))
+        self.journal = Journal(folder.with_name(f"{folder.name}-{earlier + 1}") if earlier else folder)
+        words = about["GPU (name, driver, memory, capability)"]
+        found = re.search(r"(\d+)\.(\d+)$", words.partition("\n")[0])
+        self.capability = (int(found[1]), int(found[2])) if found else (9, 0)
+        memory = re.search(r"(\d+) MiB", words)
+        self.memory = int(memory[1]) if memory else 0
+
+    def left(self, most: float = 1e9) -> float:
+        return max(0.0, min(most, self.end - time.monotonic()))
+
+    def say(self, text: str) -> None:
+        print(f"--- {text} ({self.left():.0f} s left)", flush=True)
+
+    def items(self, step: str, items: Iterable[Any], seconds: float, each: float, **how: Any) -> None:
+        """Runs items; tries some that failed again with plainer tiles, in what is left of the step."""
+        from gpu_boxes.problems import PLAINER, plainer
+        from gpu_boxes.running import run_items
+
+        items, seconds = list(items), self.left(seconds)
+        self.say(f"{step}: {len(items)}, at most {seconds:.0f} s")
+        end = time.monotonic() + seconds
+        outcomes = run_items(items, step, self.journal, seconds=seconds, each=each, **how)
+        failed = [x for x in items if not outcomes[x.name].is_right]
+        again = [plainer(x, name) for x in failed[:MOST_AGAIN] for name in PLAINER]
+        if again and self.left(end - time.monotonic()) > 5:
+            more = self.left(end - time.monotonic())
+            run_items(again, f"{step} again", self.journal, seconds=more, each=each, at_once=how.get("at_once", 1))
+        right = sum([outcomes[x.name].is_right and outcomes[x.name].seconds > 0 for x in items])
+        print(f"{step}: {right} of {len(items)} are right")
+        self.write_report()  # whoever stops the box later finds this much
+
+    def write_report(self) -> str:
+        text = report(self)
+        (self.journal.folder / "report.txt").write_text(text + "\n")
+        return text
+
+    def kernels(self, items: Callable[[], Iterable[Any]], seconds: float) -> None:
+        """Compiles what items launch, in a process of its own: what recording changes stays there."""
+        from gpu_boxes import problems, recording
+        from gpu_boxes.running import Item
+
+        print(recording.unpack(self.given.kernels), flush=True)
+
+        def run() -> str:
+            problems.is_dry = True
+            most = max(1, (os.cpu_count() or 2) - 1)
+            return recording.compile_all(
+                items(), self.capability, self.journal, seconds=self.left(seconds), processes=most
+            )
+
+        if not self.given.dry:
+            self.items("compiling", [Item("kernels", run)], seconds, seconds)
 
 
-def pytest_runtest_logreport(report: Any, word: str = "FAILED") -> None:
-    """Prints a test that fails as it fails, with the end of its text: this file is a plugin of the tests that it runs,
-    which may be stopped before pytest tells of them.
-    """
-    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        text, crash = str(report.longrepr).strip(), getattr(report.longrepr, "reprcrash", None)
-        why = crash.message if crash else text.rpartition("\n")[2]
-        print(f"\n{text[-2500:]}\n{word} {report.nodeid} - {why.partition(chr(10))[0][:200]}", flush=True)
+def box_one(box: Box) -> None:
+    from gpu_boxes import measuring, problems
+
+    box.kernels(lambda: [*problems.problems(), *measuring.main_rows()], 45)
+    box.items("problems", problems.problems(), 55, 45, at_once=AT_ONCE)
+    box.items("main rows", measuring.main_rows(), 60, 40, is_alone=False)
 
 
-def pytest_collectreport(report: Any) -> None:
-    """Prints a file that cannot be imported."""
-    pytest_runtest_logreport(report, "ERROR")
+def box_two(box: Box) -> None:
+    from gpu_boxes import measuring
+
+    box.kernels(lambda: [*measuring.tiles(), *measuring.every_row()], 40)
+    box.items("FlexAttention", measuring.flex_graphs(), 45, 45, at_once=FLEX_AT_ONCE)
+    box.items("tiles", measuring.tiles(), 80, 30, is_alone=False)
+    box.items("rows", measuring.every_row(), 1e9, 60, is_alone=False)
 
 
-def workers(memory: int) -> int:
-    """Returns how many processes of tests run at once on a GPU of so many MiB."""
-    return max(1, min(WORKERS, (os.cpu_count() or 1) - 2, memory // WORKER_MIB))
+def box_three(box: Box) -> None:
+    from gpu_boxes import testing
+    from gpu_boxes.running import Outcome
+
+    if box.given.dry:
+        print("a dry run has no tests: `make gpu-check` runs them")
+        return
+    processes = testing.workers(box.memory)
+    box.say(f"tests, {processes} at once")
+    told = testing.run_tests("all tests", box.given.tests or testing.every_test(), box.left(155), processes)
+    (box.journal.folder / "tests.txt").write_text(told.output)
+    box.journal.add("tests", "all tests", Outcome(told.summary, is_right=not told.failed))
+    for name in told.failed:
+        box.journal.add("tests", name, Outcome("failed", is_right=False))
+    print(told.summary, *told.known, sep="\n")
+    files = [x.partition(" ")[0] for x in told.failed[:MOST_AGAIN]]
+    if files and box.left() > 60:
+        os.environ["SPEEDLIGHT_GPU_TMA"] = "0"
+        again = testing.run_tests("without TMA", files, box.left(30), processes)
+        os.environ.pop("SPEEDLIGHT_GPU_TMA")
+        box.journal.add("tests again", "without TMA", Outcome(again.summary, is_right=not again.failed))
+    check_memory(box)
 
 
-def run_tests(name: str, words: Iterable[str], seconds: float, processes: int = 1) -> Outcome:
-    """Runs tests for so long at most; what was not run by then is told."""
-    many = ["-n", str(processes)] if find_spec("xdist") and processes > 1 else []
-    options = ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default"]
-    command = [sys.executable, "-m", "pytest", *options, "-q", "-rN", *many, *words]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {name: x for name, x in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    lines, is_late = _lines_of(command, seconds, own | {"PYTHONPATH": os.pathsep.join(paths)})
-    failed = [line.partition(" ")[2] for line in lines if line.startswith(_BAD)]
-    output, told = "\n".join(lines), [x for x in lines if x.strip()]
-    known = known_of(output) if failed or "passed" not in output else []
-    end = f" (stopped after {seconds:.0f} s)" if is_late else ""
-    return Outcome(name, (told[-1] if told else "nothing ran") + end, failed, known, output)
+def check_memory(box: Box) -> None:
+    """Runs a problem under compute-sanitizer, if that is there."""
+    from gpu_boxes.running import Outcome
 
-
-def _lines_of(command: list[str], seconds: float, environment: dict[str, str]) -> tuple[list[str], bool]:
-    """Returns the lines that a command prints, and whether it and its processes were ended after so many seconds.
-    Prints those of failures as they come.
-    """
-    lines, is_late = list[str](), threading.Event()
-
-    def end() -> None:
-        is_late.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT,
-        env=environment, start_new_session=True,
-    )  # fmt: skip
-    timer = threading.Timer(seconds, end)
-    timer.start()
-    with process:
+    tool, seconds = shutil.which("compute-sanitizer"), box.left(45)
+    if tool is None or seconds < 10:
+        print("no memory checker: compute-sanitizer is not installed, or no time is left")
+        return
+    command = [tool, "--tool", "memcheck", "--print-limit", "3", "--error-exitcode", "3", sys.executable, __file__]
+    with open(box.journal.folder / "memcheck.txt", "w") as file:
         try:
-            for line in process.stdout or ():
-                lines.append(line.rstrip("\n"))
-                if line.startswith(_BAD):
-                    print(f"  {lines[-1][:300]}", flush=True)
-        finally:
-            timer.cancel()
-            if process.poll() is None:  # Ctrl-C, or a process that closed its output first
-                os.killpg(process.pid, signal.SIGKILL)
-    return lines, is_late.is_set()
+            code = subprocess.run(
+                [*command, "problem"], stdout=file, stderr=subprocess.STDOUT, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    text = "no time was left" if code is None else f"ended with {code}"
+    box.journal.add("memory", "memcheck", Outcome(text, is_right=not code))
+    print(f"memcheck: {text}")
 
 
-def run_benchmark(turns: str, output: Path, seconds: float) -> list[Outcome]:
-    """Runs the benchmark for so long at most; its rows go to the output as they are measured. Returns what ended it,
-    if anything did.
-    """
-    command = [sys.executable, ROOT / "benchmarks" / "run.py", "gpu", "--turns", turns, "-o", output]
-    try:
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=seconds)
-    except KeyboardInterrupt:  # of somebody who has no more time: rows until then are kept
-        return [Outcome("benchmark", "interrupted", [], [], "")]
-    except subprocess.TimeoutExpired:
-        return [Outcome("benchmark", f"stopped after {seconds:.0f} s; `run.py gpu` measures every row", [], [], "")]
-    if not done.returncode or "Traceback" not in done.stderr:
-        return []
-    return [Outcome("benchmark", done.stderr.splitlines()[-1], [], known_of(done.stderr), done.stderr)]
+def pack(given: argparse.Namespace) -> int:
+    """Compiles what boxes one and two launch, where no GPU is."""
+    from gpu_boxes import measuring, problems, recording
+    from gpu_boxes.running import Journal
+
+    problems.is_dry = True
+    os.environ["TRITON_CACHE_DIR"] = str(WORK / "triton")
+    shutil.rmtree(WORK / "triton", ignore_errors=True)
+    (WORK / "triton").mkdir(parents=True)
+    items = [*problems.problems(), *measuring.main_rows(), *measuring.tiles(), *measuring.every_row()]
+    items = [x for x in items if given.only in x.name]
+    journal, start = Journal(given.output / "pack"), time.monotonic()
+    most = given.processes or os.cpu_count() or 1
+    text = recording.compile_all(items, (9, 0), journal, seconds=given.seconds or 3600, processes=most)
+    recording.pack(given.kernels)
+    size = given.kernels.stat().st_size / 2**20
+    print(f"{text} in {time.monotonic() - start:.0f} s; {given.kernels}: {size:.1f} MiB")
+    return int("WRONG" in text)
 
 
-def paragraph(about: dict[str, str], tests: list[Outcome], rows: list[dict[str, Any]]) -> str:
+def report(box: Box) -> str:
     """Returns what to paste into an issue."""
-    lines = ["GPU report", "", *(f"- {name}: {x}" for name, x in about.items())]
-    for x in tests:
-        lines += [f"- {x.name}: {x.summary}", *(f"  - {each}" for each in x.failed[:20])]
-        lines += [f"  - known: {each}" for each in x.known]
-    lines += [f"- {x}" for x in fastest(rows)]
+    from gpu_boxes.running import short
+    from gpu_boxes.testing import known_of
+
+    lines = [f"GPU report, box {box.name}", "", *(f"- {name}: {x}" for name, x in box.about.items())]
+    journal = [x for x in box.journal.lines() if x["step"] != "kernels"]
+    for step in dict.fromkeys(x["step"] for x in journal):
+        of_step = [x for x in journal if x["step"] == step]
+        lines.append(f"- {step}: {sum(x['right'] for x in of_step)} of {len(of_step)}")
+        for x in of_step:
+            if not x["right"]:
+                lines.append(f"  - FAILED {x['name']}: {short(x['result'])}")
+                lines += [f"    - known: {each}" for each in known_of(str(x["result"]))]
+            elif isinstance(x["result"], dict) or step in ("tiles", "main rows", "tests", "memory"):
+                lines.append(f"  - {x['name']}: {_speed(x['result'])}")
     return "\n".join(lines)
 
 
-def fastest(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields each row's speed, and that of the fastest other library."""
-    for row in rows:
-        if "refused" in row:
-            yield f"{row['name']}: REFUSED: {row['refused']}"
-            continue
-        times = {name: x[2] for name, x in row["seconds"].items()}
-        ours = times.pop("speedlight")
-        others = {name: x for name, x in times.items() if not name.startswith("speedlight")}
-        best = min(others, key=lambda name: others[name], default=None)
-        beside = "no other library" if best is None else f"{others[best] / ours:.2f} of the speed of {best}"
-        yield f"{row['name']}: {ours * 1e6:,.0f} us, {beside}"
+def _speed(result: Any) -> str:
+    """Returns our time of a row, and how fast the fastest other library is beside it."""
+    from gpu_boxes.running import short
+
+    if not isinstance(result, dict):
+        return short(result)
+    times = {name: x[2] for name, x in result["seconds"].items()}
+    ours = times.pop("speedlight")
+    others = {name: x for name, x in times.items() if not name.startswith("speedlight")}
+    best = min(others, key=lambda name: others[name], default=None)
+    beside = "no other library" if best is None else f"{others[best] / ours:.2f} of the speed of {best}"
+    return f"{short(result)}; {beside}"
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> str:
@@ -220,57 +285,66 @@ def sees_gpu() -> bool:
     return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def every_test() -> list[str]:
-    """Returns the files of tests that a GPU runs; those of several processes on one GPU take too long."""
-    left_out = ("test_gpu_ahead.py", "test_gpu_distributed.py")
-    return [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("tests/**/test_gpu*.py")) if x.name not in left_out]
+@contextlib.contextmanager
+def dry() -> Iterator[None]:
+    """Records launches and computes nothing."""
+    from gpu_boxes import problems, recording
+
+    problems.is_dry = True
+    try:
+        with recording.Recorder():
+            yield
+    finally:
+        problems.is_dry = False
+
+
+def run_box(name: str, given: argparse.Namespace, about: dict[str, str]) -> bool:
+    """Runs a box and leaves its report; returns whether all of it is right."""
+    box = Box(name, given, about)
+    box.say(f"box {name}")
+    run = {"one": box_one, "two": box_two, "three": box_three}[name]
+    with dry() if given.dry else contextlib.nullcontext():
+        run(box)
+    lines = box.journal.lines()
+    text = box.write_report()
+    rows = [x["result"] for x in lines if isinstance(x["result"], dict) and "seconds" in x["result"]]
+    if rows:
+        print(draw(rows, box.journal.folder / "speed.png"))
+    print("", "Please paste this into an issue:", "", text, sep="\n")
+    print(f"\nand attach what lies in {box.journal.folder}")
+    return all(x["right"] for x in lines if not x["step"].endswith("again"))
 
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="*", help="files of tests; by default those that a GPU runs")
-    parser.add_argument("--minutes", type=float, default=20, help="how long all of it may take; default 20")
-    parser.add_argument("--turns", default="5", help="samples of each row of the benchmark; 0: none")
+    parser.add_argument("boxes", nargs="*", metavar="one | two | three | pack", help="by default one, two and three")
+    parser.add_argument("--dry", action="store_true", help="without a GPU: launches are recorded, nothing is computed")
+    parser.add_argument("--seconds", type=float, help="of each box, instead of its own")
+    parser.add_argument("--tests", nargs="*", help="files of tests; by default those that a GPU runs")
+    parser.add_argument("--kernels", type=Path, default=ROOT / "build" / "gpu-kernels.tar.gz", help="a file of `pack`")
+    parser.add_argument("--only", default="", help="of pack: items whose name has this word")
+    parser.add_argument("--processes", type=int, help="of pack")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="a folder")
     given = parser.parse_args(words)
-    about, outcomes, start = found(), list[Outcome](), time.time()
+    boxes = given.boxes or list(SECONDS)
+    for name in boxes:
+        if name not in (*SECONDS, "pack", "problem"):
+            parser.error(f"expected one, two, three or pack; got {name}")
+    set_environment()
+    if boxes == ["pack"]:
+        return pack(given)
+    about = found()
     print(*(f"{name}: {x}" for name, x in about.items()), sep="\n", flush=True)
-    if not sees_gpu():
+    if not given.dry and not sees_gpu():
         print("gpu: expected a CUDA device; PyTorch sees none here. `make gpu-check` needs none.", file=sys.stderr)
         return 2
-    given.output.mkdir(parents=True, exist_ok=True)
-    budget = 60 * given.minutes
-    memory = re.search(r"(\d+) MiB", "".join(about.values()))
-    processes = workers(int(memory[1]) if memory else 0)
+    if boxes == ["problem"]:  # in this very process, for the memory checker
+        from gpu_boxes.problems import forward
 
-    def tested(name: str, which: Iterable[str], seconds: float) -> None:
-        print(f"{name}, at most {seconds:.0f} s, {processes} at once", flush=True)
-        outcomes.append(run_tests(name, which, seconds, processes))
-        print(f"{name}: {outcomes[-1].summary}", *outcomes[-1].known, sep="\n  ", flush=True)
-        (given.output / f"{name.replace(' ', '-')}.txt").write_text(outcomes[-1].output)
-
-    tested("smoke tests", SMOKE, SHARES["smoke tests"] * budget)
-    if given.turns != "0":
-        outcomes += run_benchmark(given.turns, given.output, SHARES["benchmark"] * budget)
-    tested("all tests", given.tests or every_test(), max(1.0, budget - (time.time() - start)))
-    rows = [x for file in given.output.glob("*.json") if file.stat().st_mtime > start for x in _rows_of(file)]
-    print(draw(rows, given.output / "speed.png") if rows else "no rows of the benchmark")
-    report = paragraph(about, outcomes, rows)
-    (given.output / "report.txt").write_text(report + "\n")
-    print("", "Please paste this into an issue:", "", report, sep="\n")
-    print(f"\nand attach what lies in {given.output}")
-    return int(any([went_wrong(x) for x in outcomes]))
-
-
-def went_wrong(x: Outcome) -> bool:
-    """Returns whether a test failed, none passed, or the benchmark raised; one that had no more time is right."""
-    if x.name == "benchmark":
-        return bool(x.output)
-    return bool(x.failed) or "passed" not in x.summary
-
-
-def _rows_of(file: Path) -> list[dict[str, Any]]:
-    return json.loads(file.read_text()).get("rows", [])
+        print(forward((1, 2, 128, 64)))
+        return 0
+    given.output = given.output.resolve()
+    return int(not all([run_box(name, given, about) for name in boxes]))
 
 
 if __name__ == "__main__":

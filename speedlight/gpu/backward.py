@@ -70,8 +70,8 @@ def differentiate(
 ):  # fmt: skip
     """Strides are in elements."""
     c: tl.constexpr = Config(
-        D, DV, BLOCK_D, BLOCK_DV, BM, BN, 1, CAUSAL, 1, PRECISION, HIDING, NONFINITE, False, False, ARRAYS,
-        False, invariants, apply, bounds, SCORED, back, entry, SPREAD,
+        D, DV, BLOCK_D, BLOCK_DV, BM, BN, 1, CAUSAL, 1, PRECISION, HIDING, NONFINITE, False, False, False,
+        ARRAYS, False, invariants, apply, bounds, SCORED, back, entry, SPREAD,
     )  # fmt: skip
     sides = Sides(
         Tensor(q, q_item, q_head, q_row, q_column),

@@ -26,9 +26,9 @@ from .gradient_tiles import KEYS, PAIRS, ROWS
 from .keys import arrays_of, axes
 from .launch import Launch, named_strides, start
 from .prepare import REPAIR_GRID
-from .schedule import check, power_above
+from .schedule import capability, check, power_above
 from .sequence import FLAG, RECOMPUTE
-from .tiles import COARSE_DIMS, Tile, gradient_row
+from .tiles import COARSE_DIMS, GradientRow, Tile, gradient_row
 from .uploads import Classes, Grid, Uploads, classes_of, uploads_of
 
 _ELEMENTS = 4096  # of d_out that a program of sum_rows() has
@@ -45,6 +45,7 @@ class Gradients:
     precision: str
     firsts: tuple[tuple[int, ...], tuple[int, ...]] | None  # of packed sequences, their first rows in q and in k
     uploads: Uploads
+    capability: tuple[int, int]
 
     @standard
     def run(self, x: Operands, seed: int | None = None, arrays: Any = None) -> tuple[torch.Tensor, ...]:
@@ -105,8 +106,7 @@ class Gradients:
 
     def launches(self, x: Operands, delta: torch.Tensor, wrong: torch.Tensor | None) -> list[Launch]:
         """The kernel for dQ, and for dK and dV; each again for blocks that it flagged."""
-        p, shared = self.request.problem, self._shared(x, delta, wrong)
-        row = gradient_row(p.dtype, max(p.head_dim, p.value_dim), self.precision)
+        p, shared, row = self.request.problem, self._shared(x, delta, wrong), self._row()
         made = []
         for keys, tile, heads, length in (
             (False, row.queries, p.q_heads, -(-max(p.q_lengths) // row.queries.rows)),
@@ -132,7 +132,7 @@ class Gradients:
         p, device, tables = self.request.problem, delta.device, self.request.tables
         uploads = uploads_of(p, x.q.device, self.firsts, backward=True, tables=tables)
         assert uploads.program is not None
-        tile = gradient_row(p.dtype, max(p.head_dim, p.value_dim), self.precision).queries
+        tile = self._row().queries
         row_blocks, wrong = -(-max(p.q_lengths) // tile.rows), uploads.new_flags(device)
         shared = self._shared(x, delta, wrong) | self._tiles(tile, uploads, device) | {
             "END": int(backward.OF_ENTRIES), "NONFINITE": 0, "flags": None, "row_blocks": row_blocks, "key_blocks": 1,
@@ -152,6 +152,11 @@ class Gradients:
                 yield Launch(differentiate, (count,), arguments, tile.warps, tile.stages, tile.registers)
                 yield _adding(values, indices, found[id(lookup.value)])
         uploads.check_flags(wrong)
+
+    def _row(self) -> GradientRow:
+        p = self.request.problem
+        is_plain = p.mask is None and p.score is None and not p.dropout
+        return gradient_row(self.capability, p.dtype, max(p.head_dim, p.value_dim), self.precision, is_plain=is_plain)
 
     def _tiles(self, tile: Tile, uploads: Uploads, device: torch.device) -> dict[str, Any]:
         """Returns the blocks, and the classes of tiles where the host makes them; functions and numbers."""
@@ -213,4 +218,4 @@ def prepare(request: Asked, layout: str, stated: Stated, q: Array, precision: st
     if stated.cu_q is not None and stated.cu_k is not None:
         firsts = stated.cu_q[:-1], stated.cu_k[:-1]
     uploads = uploads_of(request.problem, q.device, firsts, backward=True)
-    return Gradients(request, layout, precision, firsts, uploads)
+    return Gradients(request, layout, precision, firsts, uploads, capability(q.device))

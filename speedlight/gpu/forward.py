@@ -42,6 +42,7 @@ from .sequence import (
     finish_rows,
     has_rows,
     key_offsets,
+    keys_from,
     load_rows,
     locate_block,
     locate_rows,
@@ -153,14 +154,14 @@ def attend(
     flags, blocks,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr,
-    HIDING: tl.constexpr, NONFINITE: tl.constexpr, SPLIT: tl.constexpr, USE_TMA: tl.constexpr, MEMORY: tl.constexpr,
-    invariants: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr,
+    HIDING: tl.constexpr, NONFINITE: tl.constexpr, SPLIT: tl.constexpr, USE_TMA: tl.constexpr, PRODUCER: tl.constexpr,
+    MEMORY: tl.constexpr, invariants: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr,
 ):  # fmt: skip
     """Strides are in elements."""
     CODED: tl.constexpr = k_scales is not None
     c: tl.constexpr = Config(
-        D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN, PRECISION, HIDING, NONFINITE, SPLIT, USE_TMA, MEMORY,
-        CODED, invariants, apply, bounds, None, None, None, None,
+        D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN, PRECISION, HIDING, NONFINITE, SPLIT, USE_TMA,
+        PRODUCER, MEMORY, CODED, invariants, apply, bounds, None, None, None, None,
     )  # fmt: skip
     tensors = Tensors(
         Tensor(q, q_item, q_head, q_row, q_column),
@@ -192,42 +193,58 @@ def attend(
 def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Program, p_flags, c: Config):
     """One block: of an item and its heads, and with SPLIT of a run of keys."""
     block = locate_block(pid, batch, pages, c)
+    if c.PRODUCER:
+        # every block has rows, and Triton makes a producer only for a loop outside of conditions
+        attend_rows(pid, block, tensors, batch, pages, program, p_flags, c)
+    else:
+        if has_rows(block, c):
+            attend_rows(pid, block, tensors, batch, pages, program, p_flags, c)
+        elif c.NONFINITE == FLAG:
+            tl.store(p_flags + pid, 0)
+
+
+@triton.jit
+def attend_rows(
+    pid, block: Block, tensors: Tensors, batch: Batch, pages: Pages, program: Program, p_flags, c: Config
+):  # fmt: skip
+    """A block that has rows."""
     item = block.item
     rows = locate_rows(block, c)
     o_n = tl.arange(0, c.BN).to(tl.int64)
     o_d, o_dv = tl.arange(0, c.BLOCK_D).to(tl.int64), tl.arange(0, c.BLOCK_DV).to(tl.int64)
-    if has_rows(block, c):
-        keys = tile_range(block, rows, batch, c)
-        p_k, p_v = head_start(tensors.k, block, c.MEMORY), head_start(tensors.v, block, c.MEMORY)
-        p_k_scales, p_v_scales = None, None
-        if c.CODED:
-            p_k_scales = head_start(tensors.k_scales, block, c.MEMORY)
-            p_v_scales = head_start(tensors.v_scales, block, c.MEMORY)
-        b_q = load_queries(tensors.q, block, rows, o_d, c)
-        if c.USE_TMA:  # rows past the last and columns past D come as zeros
-            length = tl.maximum(item.k_len, 1).to(tl.int32)
-            p_k = tl.make_tensor_descriptor(p_k, [length, c.D], [tensors.k.row, 1], [c.BN, c.BLOCK_D])
-            p_v = tl.make_tensor_descriptor(p_v, [length, c.DV], [tensors.v.row, 1], [c.BN, c.BLOCK_DV])
-        invariants = (0,)
-        if c.apply is not None:
-            head, position = rows.head[:, None], keys.position[:, None]
-            invariants = c.invariants(item.name, head, position, program.p_ints, program.p_floats)
-        queries = Queries(b_q, rows, invariants)
-        source = Source(p_k, p_v, p_k_scales, p_v_scales, tensors, pages, block, keys, o_n, o_d, o_dv, batch.k_start)
+    keys = tile_range(block, rows, batch, c)
+    p_k, p_v = head_start(tensors.k, block, c.MEMORY), head_start(tensors.v, block, c.MEMORY)
+    p_k_scales, p_v_scales = None, None
+    if c.CODED:
+        p_k_scales = head_start(tensors.k_scales, block, c.MEMORY)
+        p_v_scales = head_start(tensors.v_scales, block, c.MEMORY)
+    b_q = load_queries(tensors.q, block, rows, o_d, c)
+    if c.USE_TMA:  # rows past the last and columns past D come as zeros
+        length = tl.maximum(item.k_len, 1).to(tl.int32)
+        p_k = tl.make_tensor_descriptor(p_k, [length, c.D], [tensors.k.row, 1], [c.BN, c.BLOCK_D])
+        p_v = tl.make_tensor_descriptor(p_v, [length, c.DV], [tensors.v.row, 1], [c.BN, c.BLOCK_DV])
+    invariants = (0,)
+    if c.apply is not None:
+        head, position = rows.head[:, None], keys.position[:, None]
+        invariants = c.invariants(item.name, head, position, program.p_ints, program.p_floats)
+    queries = Queries(b_q, rows, invariants)
+    source = Source(p_k, p_v, p_k_scales, p_v_scales, tensors, pages, block, keys, o_n, o_d, o_dv, batch.k_start)
 
-        unseen = tl.full([c.BM], float("-inf"), tl.float32)
-        state = over_tiles(unseen, queries, source, program, FINITE if c.NONFINITE == RECOMPUTE else ORDINARY, c)
-        if c.NONFINITE == FLAG:
-            flag_block(p_flags, pid, state.acc, c.BM)
-        p_out = finish_block(state, program.factor, block, rows, tensors, batch, c)
-        if c.NONFINITE == RECOMPUTE:
-            # non-finite values that a row sees overwrite what was stored for it
-            tl.debug_barrier()
-            codes = over_tiles(state.running_max, queries, source, program, CODES, c).acc
-            m_out = rows.m_row[:, None] & (tl.arange(0, c.BLOCK_DV) < c.DV)[None, :]
-            tl.store(p_out, codes.to(p_out.dtype.element_ty), mask=m_out & (codes != 0.0))
+    unseen = tl.full([c.BM], float("-inf"), tl.float32)
+    state = over_tiles(unseen, queries, source, program, FINITE if c.NONFINITE == RECOMPUTE else ORDINARY, c)
+    if c.PRODUCER:
+        # beside one Triton cannot reduce rows to a number: flags begin as zeros, and any row sets its block's
+        m_bad = tl.sum(state.acc * 0.0, 1) != 0.0
+        tl.store(p_flags + pid + tl.zeros([c.BM], tl.int32), tl.full([c.BM], 1, tl.int32), mask=m_bad)
     elif c.NONFINITE == FLAG:
-        tl.store(p_flags + pid, 0)
+        flag_block(p_flags, pid, state.acc, c.BM)
+    p_out = finish_block(state, program.factor, block, rows, tensors, batch, c)
+    if c.NONFINITE == RECOMPUTE:
+        # non-finite values that a row sees overwrite what was stored for it
+        tl.debug_barrier()
+        codes = over_tiles(state.running_max, queries, source, program, CODES, c).acc
+        m_out = rows.m_row[:, None] & (tl.arange(0, c.BLOCK_DV) < c.DV)[None, :]
+        tl.store(p_out, codes.to(p_out.dtype.element_ty), mask=m_out & (codes != 0.0))
 
 
 @triton.jit
@@ -240,11 +257,23 @@ def head_start(tensor: Tensor, block: Block, MEMORY: tl.constexpr):
 @triton.jit
 def load_queries(q: Tensor, block: Block, rows: Rows, o_d, c: Config):
     """[BM, BLOCK_D]"""
-    p_q = q.p + block.item.i_item * q.item + rows.head[:, None] * q.head + block.item.o_q * q.row
-    b_q = load_rows(p_q, rows.token * q.row, o_d, q.column, rows.m_row, c.D, c.BLOCK_D, True)
+    if c.PRODUCER:  # it takes them from shared memory alone
+        p_head = q.p + block.item.i_item * q.item + block.i_heads.to(tl.int64) * q.head
+        length = block.item.q_len.to(tl.int32)
+        d_q = tl.make_tensor_descriptor(p_head, [length, c.D], [q.row, 1], [c.BM, c.BLOCK_D])
+        b_q = d_q.load([block.i_rows * c.BM, 0])
+    else:
+        b_q = load_strided_queries(q, block, rows, o_d, c)
     if c.SIGN != 1:  # the factor is positive: a negative scale turns q around, 0 makes it 0
         b_q = (b_q.to(tl.float32) * c.SIGN).to(b_q.dtype)
     return b_q
+
+
+@triton.jit
+def load_strided_queries(q: Tensor, block: Block, rows: Rows, o_d, c: Config):
+    """[BM, BLOCK_D]"""
+    p_q = q.p + block.item.i_item * q.item + rows.head[:, None] * q.head + block.item.o_q * q.row
+    return load_rows(p_q, rows.token * q.row, o_d, q.column, rows.m_row, c.D, c.BLOCK_D, True)
 
 
 @triton.jit
@@ -252,7 +281,10 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
     """The state after all tiles of the block; for CODES, running_max is the last one already."""
     keys = source.keys
     state = State(running_max, tl.zeros([c.BM, c.BLOCK_DV], tl.float32), tl.zeros([c.BM], tl.float32))
-    if c.HIDING:
+    if c.PRODUCER:  # one loop, since two beside each other end Triton 3.6
+        for n in tl.range(keys.first, keys.end, c.BN, warp_specialize=True):
+            state = one_tile(state, n, queries, source, program, c.CAUSAL, VALUES, c)
+    elif c.HIDING:
         for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
             # out of the inner loops nothing is hoisted: what both share takes more registers than there are
             mixed, whole = classify(first, source.block, keys, source.k_start, program, c)
@@ -321,7 +353,10 @@ def one_tile(
             program.p_ints, program.p_floats, program.p_wrong, MASKED,
         )  # fmt: skip
     elif MASKED:
-        x = tl.where(o_n[None, :] < keys.limit[:, None], x, float("-inf"))
+        if c.USE_TMA:  # 32 bits take fewer registers beside descriptors, 64 bits beside addresses
+            x = tl.where(tl.arange(0, c.BN)[None, :] < keys_from(n, keys.limit, c.BN)[:, None], x, float("-inf"))
+        else:
+            x = tl.where(o_n[None, :] < keys.limit[:, None], x, float("-inf"))
     if c.USE_TMA:
         b_v = source.p_v.load([tl.cast(n, tl.int32), 0])
     else:

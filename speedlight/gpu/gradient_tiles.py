@@ -15,7 +15,7 @@ from ..problem.problem import FAR_LSE
 from .dropping import keeps
 from .forward import CODES, FINITE, Program
 from .primitives import LOG2E, dot, finite, opposite
-from .sequence import Batch, Config, Item, Rows, Tensor, load_rows
+from .sequence import Batch, Config, Item, Rows, Tensor, keys_from, load_rows
 
 # what flows to entries is stored for each row, as they know no key; each key of a block; or each pair: for SPREAD
 ROWS, KEYS, PAIRS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -134,12 +134,6 @@ def weigh(x, dp, lse, delta, keep, at: Place, drop_factor, program: Program, MAS
         )  # fmt: skip
         raw = tl.where(seen, raw, 0.0)
     return Weighed(p, raw, seen)
-
-
-@triton.jit
-def keys_from(n, limit, BN: tl.constexpr):
-    """How many of the keys n … n + BN - 1 lie below a limit: in 32 bits, since threads hold it for many rows."""
-    return tl.minimum(tl.maximum(limit - n, 0), BN).to(tl.int32)
 
 
 @triton.jit

@@ -39,15 +39,17 @@ class Keys:
         return replace(self, pages=pages, lengths=lengths)
 
     def fit_tma(self, longest: int) -> bool:
-        """Returns whether tensor descriptors can address them: contiguous rows, aligned to 16 bytes."""
+        """Returns whether tensor descriptors can address them all."""
         if self.pages is not None or self.k_scales is not None or self.ring or longest >= 1 << 31:
             return False
-        size = self.k.element_size()
-        for x, s in ((self.k, self.k_strides), (self.v, self.v_strides)):
-            aligned = [at % 16 == 0 for at in (x.data_ptr(), *(y * size for y in s[:3]))]
-            if not all(aligned) or s[3] != 1 or s[2] <= 0:
-                return False
-        return True
+        return fits_tma(self.k, self.k_strides) and fits_tma(self.v, self.v_strides)
+
+
+def fits_tma(x: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Returns whether a tensor descriptor can address rows of these strides: contiguous, aligned to 16 bytes."""
+    size = x.element_size()
+    is_aligned = all([at % 16 == 0 for at in (x.data_ptr(), *[y * size for y in strides[:3]])])
+    return is_aligned and strides[3] == 1 and strides[2] > 0
 
 
 def axes(x: torch.Tensor, layout: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ..host.rounding import standard
 from ..problem.problem import Problem
 from .dropping import words_of
 from .forward import attend
-from .keys import Keys, axes
+from .keys import Keys, axes, fits_tma
 from .launch import Launch, named_strides, start
 from .schedule import Schedule, allows_tma, capability, check, most_rows, power_above, schedule, tile_class
 from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
@@ -47,27 +47,24 @@ class Part:
         """The attention kernel, the same again for flagged blocks, and the merging of splits."""
         p, how, device = self.problem, self.how, q.device
         tile, blocks = how.tile, how.row_blocks * how.splits * (p.q_heads // how.pack) * p.batch
-        flags = torch.empty(blocks, dtype=torch.int32, device=device)
+        producer = self._has_producer(q, keys)
+        flags = (torch.zeros if producer else torch.empty)(blocks, dtype=torch.int32, device=device)
         # a split's tiles start at the split, and the host may not know the device's lengths: then kernels classify
         classes = Classes()
         if not how.short and keys.lengths is None:
             classes = classes_of(p, self.uploads, Grid(how.rows, tile.keys, how.pack), device)
         shared = self._shared(keys, out, lse, device)
-        arguments = (
-            shared
-            | {"q": q, "flags": flags, "blocks": blocks, "row_blocks": how.row_blocks, "q_start": p.q_starts[0]}
-            | {"at_end": int(not keys.placed), "k_start": p.k_start, "wrong": wrong}
-            | {"sinks": None if how.short else self.uploads.sinks}
-            | named_strides("q", axes(q, self.layout))
-            | _key_arguments(keys)
-            | self._constants(keys)
-            | self._program()
-            | words_of(p)
-            | classes._asdict()
-        )
-        first, again = arguments | {"NONFINITE": int(FLAG)}, arguments | {"NONFINITE": int(RECOMPUTE)}
+        first = {
+            **shared, "q": q, "flags": flags, "blocks": blocks, "row_blocks": how.row_blocks, "q_start": p.q_starts[0],
+            "at_end": int(not keys.placed), "k_start": p.k_start, "wrong": wrong,
+            "sinks": None if how.short else self.uploads.sinks, **named_strides("q", axes(q, self.layout)),
+            **_key_arguments(keys), **self._constants(keys), **self._program(), **words_of(p), **classes._asdict(),
+            "NONFINITE": int(FLAG), "PRODUCER": producer,
+        }  # fmt: skip
+        again = first | {"NONFINITE": int(RECOMPUTE), "PRODUCER": False}
+        warps, registers = (tile.warps // 2, None) if producer else (tile.warps, tile.registers)
         made = [
-            Launch(attend, (blocks,), first, tile.warps, tile.stages, tile.registers),
+            Launch(attend, (blocks,), first, warps, tile.stages, registers),
             # apart, since it wants more registers
             Launch(attend, (min(blocks, REPAIR_GRID),), again, tile.warps, tile.stages),
         ]
@@ -76,6 +73,27 @@ class Part:
             more = {"sinks": self.uploads.sinks, "rows": rows, "padded_rows": how.row_blocks * how.rows}
             made.append(Launch(combine, (rows * p.kv_heads * p.batch,), shared | more, 4, 2))
         return made
+
+    def _has_producer(self, q: torch.Tensor, keys: Keys) -> bool:
+        """Returns whether a group of warps loads keys for the others.
+
+        Every tile must be whole and every row must see a key, by causality alone; q is read by a descriptor, too.
+        """
+        p, how = self.problem, self.how
+        if not how.tile.producer or how.short or not self._uses_tma(keys):
+            return False
+        is_plain = p.mask is None and p.score is None and p.sinks is None and not p.dropout and _factor(p)[1] == 1
+        is_alike = self.uploads.items is None and keys.lengths is None and p.rows is None
+        if not (is_plain and is_alike):
+            return False
+        q_len, k_len = p.q_lengths[0], p.k_lengths[0]
+        if q_len % how.rows or k_len % how.tile.keys or not k_len:
+            return False
+        sees_none = how.causal and p.q_starts[0] < p.k_start
+        return not sees_none and fits_tma(q, axes(q, self.layout))
+
+    def _uses_tma(self, keys: Keys) -> bool:
+        return self.how.tile.use_tma and allows_tma() and keys.fit_tma(max(self.problem.k_lengths))
 
     def _shared(self, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
         """Arguments that the attention kernel and `combine` share."""
@@ -102,7 +120,7 @@ class Part:
         return {
             "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)), "BM": how.rows, "BN": how.tile.keys,
             "CAUSAL": how.causal, "PRECISION": how.precision, "HIDING": how.hiding, "SPLIT": how.short,
-            "USE_TMA": how.tile.use_tma and allows_tma() and keys.fit_tma(max(p.k_lengths)),
+            "USE_TMA": self._uses_tma(keys),
             "MEMORY": int(PAGES if keys.pages is not None else RING if keys.ring else ARRAYS),
         }  # fmt: skip
 

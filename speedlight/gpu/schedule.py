@@ -102,7 +102,11 @@ def _tile(p: Problem, keys: Keys, have: tuple[int, int], precision: str, short: 
         return replace(row.paged, keys=max(row.paged.keys // 2, 16))
     if keys.pages is not None or keys.k_scales is not None:
         return row.paged
-    return row.masked if causal or p.mask is not None or p.score is not None else row.full
+    if p.mask is not None or p.score is not None:
+        return row.masked
+    if causal:
+        return row.masked if row.causal is None or p.dropout else row.causal
+    return row.full
 
 
 def most_rows(p: Problem) -> int:

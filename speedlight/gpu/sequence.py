@@ -44,6 +44,7 @@ class Config(NamedTuple):
     NONFINITE: Any
     SPLIT: Any  # a program takes a run of keys, and leaves a partial state
     USE_TMA: Any
+    PRODUCER: Any  # a group of warps does nothing but load keys
     MEMORY: Any
     CODED: Any  # keys and values are codes
     invariants: Any  # functions of the mask and the score, from gpu/lower.py, or None
@@ -226,6 +227,12 @@ def tile_range(block: Block, rows: Rows, batch: Batch, c: Config):
     end = tl.where(block.i_rows * c.BM < item.q_len * c.PACK, end, first)
     clear = tl.minimum(tl.maximum(tl.minimum(clear, end) // c.BN * c.BN, first), end)
     return Range(position, low, high, limit, first, clear, end)
+
+
+@triton.jit
+def keys_from(n, limit, BN: tl.constexpr):
+    """How many of the keys n … n + BN - 1 lie below a limit: in 32 bits, since threads hold it for many rows."""
+    return tl.minimum(tl.maximum(limit - n, 0), BN).to(tl.int32)
 
 
 @triton.jit

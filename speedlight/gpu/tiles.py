@@ -20,6 +20,9 @@ class Tile:
     stages: int
     use_tma: bool = False  # keys and values come by tensor descriptors (from capability 9.0)
     registers: int | None = None  # of a thread, at most; said where ptxas would rather spill a few than fit one block
+    # where lengths are multiples of the tile: half as many warps compute, a group of others loads keys for them, and
+    # Triton gives registers out
+    producer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,10 @@ class Row:
 
     head_dim: int
     full: Tile  # every query sees every key
-    masked: Tile  # causality, masks, scores
+    masked: Tile  # masks, scores, and causality where `causal` says nothing of it
     paged: Tile  # pages and codes
     decode: Tile
+    causal: Tile | None = None  # causality alone, without dropout
     measured: bool = False
 
 
@@ -39,8 +43,11 @@ def _roomy(row: Row) -> Row:
     return replace(row, full=full, masked=masked, paged=paged, decode=decode)
 
 
+# wide tiles of Hopper's, of head dims up to 64 and up to 128
+_WIDE = Tile(128, 128, 8, 3, True, producer=True), Tile(128, 128, 8, 2, True, producer=True)
+
 # capability: dtype: rows in ascending head dim
-#             full: rows keys warps stages       masked                         paged                    decode
+#             full: rows keys warps stages       masked                         paged                    decode (causal)
 TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
     (8, 0): {
         "16": (
@@ -62,8 +69,8 @@ TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
     },
     (9, 0): {
         "16": (
-            Row(64, Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
-            Row(128, Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
+            Row(64, _WIDE[0], Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), _WIDE[0]),
+            Row(128, _WIDE[1], Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), _WIDE[1]),
             Row(256, Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 64, 8, 2)),
             Row(
                 512,
@@ -135,7 +142,7 @@ class GradientRow:
     measured: bool = False
 
 
-# by compiler evidence alone, of every capability; rows that own keys keep two sums, and take fewer queries at once
+# by compiler evidence alone; programs that own keys keep two sums, and take fewer queries at once
 GRADIENTS: dict[str, tuple[GradientRow, ...]] = {
     "16": (
         GradientRow(64, Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
@@ -155,7 +162,30 @@ GRADIENTS: dict[str, tuple[GradientRow, ...]] = {
 }
 
 
-def gradient_row(dtype: str, head_dim: int, precision: str = "ieee") -> GradientRow:
-    """The row for the larger of head dim and value dim."""
-    rows = GRADIENTS["16" if dtype != "float32" else "32" if precision == "ieee" else "tf32"]
+# for 16 bits without mask, score and dropout, by capability: products as wide as fit the registers
+PLAIN_GRADIENTS: dict[tuple[int, int], tuple[GradientRow, ...]] = {
+    (8, 0): (
+        GradientRow(64, Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+        GradientRow(128, Tile(64, 64, 8, 2, registers=255), Tile(64, 64, 8, 2, registers=255)),
+    ),
+    (9, 0): (
+        GradientRow(64, Tile(128, 64, 8, 2), Tile(64, 128, 8, 2, registers=255)),
+        GradientRow(128, Tile(128, 64, 8, 2, registers=255), Tile(32, 128, 8, 2, registers=255)),
+    ),
+    (10, 0): (
+        GradientRow(64, Tile(128, 64, 8, 2), Tile(64, 128, 8, 2, registers=255)),
+        GradientRow(128, Tile(128, 64, 8, 2, registers=255), Tile(64, 64, 8, 2, registers=255)),
+    ),
+}
+
+
+def gradient_row(
+    capability: tuple[int, int], dtype: str, head_dim: int, precision: str = "ieee", *, is_plain: bool = False
+) -> GradientRow:
+    """The row for the larger of head dim and value dim; is_plain: no mask, score or dropout."""
+    kind = "16" if dtype != "float32" else "32" if precision == "ieee" else "tf32"
+    rows = GRADIENTS[kind]
+    known = [c for c in PLAIN_GRADIENTS if c <= capability]
+    if is_plain and kind == "16" and known and head_dim <= PLAIN_GRADIENTS[max(known)][-1].head_dim:
+        rows = PLAIN_GRADIENTS[max(known)]
     return rows[sum([row.head_dim < head_dim for row in rows])]

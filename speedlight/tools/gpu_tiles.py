@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 import speedlight as sl
@@ -50,9 +53,9 @@ def measured(calls: dict[str, Call], turns: int) -> dict[str, list[float]]:
 
 
 def candidates(kind: str, tma: bool) -> list[Tile]:
-    """Returns tiles that may be the best of a kind: full, masked or decode."""
+    """Returns tiles that may be the best of a kind: full, causal, masked or decode."""
     decoding = kind == "decode"
-    return [
+    found = [
         Tile(rows, keys, warps, stages, use_tma)
         for rows in ((16,) if decoding else (64, 128))
         for keys in (32, 64, 128)
@@ -61,19 +64,23 @@ def candidates(kind: str, tma: bool) -> list[Tile]:
         for use_tma in ((False, True) if tma and not decoding else (False,))
         if rows * keys >= 16 * 32 * (1 if decoding else 4)
     ]
+    wide = [x for x in found if x.use_tma and x.rows == 128 and x.warps == 8 and kind != "masked"]
+    return found + [replace(x, producer=True) for x in wide]
 
 
 def tune(
     dtype: str, d: int, kind: str, turns: int = 3, *, length: int = 4096, tiles: list[Tile] | None = None
 ) -> list[tuple[float, Tile]]:
     """Returns seconds and tile of a kind, the best first; each tile's result is checked before it is timed."""
-    decoding, causal = kind == "decode", kind == "masked"
+    decoding = kind == "decode"
+    kinds: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "masked": {"mask": sl.window(length // 4, 0)}}
+    options = kinds.get(kind, {})
     batch, heads, kv_heads = (32, 32, 8) if decoding else (4, 16, 16)
     q = drawn(batch, heads, 1 if decoding else length, d, dtype=dtype, seed=0)
     k, v = (drawn(batch, kv_heads, length, d, dtype=dtype, seed=s) for s in (1, 2))
     out, keys = torch.empty_like(q), arrays_of(k, v, "bhld")
     a, b, c = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    problem = from_arrays(a, b, c, Options(causal=causal)).problem
+    problem = from_arrays(a, b, c, Options(**options)).problem
     timed = []
     for tile in tiles or candidates(kind, capability(str(q.device)) >= (9, 0)):
         try:
@@ -81,7 +88,7 @@ def tune(
             call.run(q, keys, out, None)
         except sl.Error:
             continue  # too little shared memory
-        if not wrong(out, q, k, v, rows=64, arithmetic=OF_GPU, causal=causal):
+        if not wrong(out, q, k, v, rows=64, arithmetic=OF_GPU, **options):
             times = measured({"tile": lambda call=call: call.run(q, keys, out, None)}, turns)
             timed.append((times["tile"][2], tile))
     return sorted(timed, key=lambda x: x[0])

@@ -18,7 +18,7 @@ from .reports import print_json, print_report, print_rows, progress
 _KNOWN = {
     "dtype": ("float16", "bfloat16", "float32"),
     "head_dim": (64, 128, 256, 512),
-    "kind": ("full", "masked", "decode"),
+    "kind": ("full", "causal", "masked", "decode"),
 }
 _SECONDS = 100.0  # no trial begins after so long
 
@@ -29,7 +29,7 @@ def tune(
     device: Device = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Of a GPU: float16, bfloat16 (default) or float32.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Of a GPU: 64, 128 (default), 256 or 512.")] = None,
-    kind: Annotated[str | None, typer.Option(help="Of a GPU: full (default), masked or decode.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Of a GPU: full (default), causal, masked or decode.")] = None,
     turns: Annotated[int | None, typer.Option(help="Samples of each candidate; default 11, of a GPU 3.")] = None,
     as_json: Json = False,
 ) -> None:

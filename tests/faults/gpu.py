@@ -47,6 +47,20 @@ MUTATIONS = (
         "tests/conformance/backward/test_gpu_backward.py -k tables",
     ),
     Mutation(
+        "GPU: a producer reads queries of any strides",
+        "gpu/prepare.py",
+        "return not sees_none and fits_tma(q, axes(q, self.layout))",
+        "return not sees_none",
+        "tests/gpu/test_gpu.py -k without_a_producer",
+    ),
+    Mutation(
+        "GPU: beside a producer no block is repaired",
+        "gpu/forward.py",
+        "m_bad = tl.sum(state.acc * 0.0, 1) != 0.0",
+        "m_bad = tl.sum(state.acc * 0.0, 1) > 0.0",
+        "tests/gpu/test_gpu.py -k a_producer_changes_no_bit",
+    ),
+    Mutation(
         "GPU: the sign of // and % is that of the processor",
         "gpu/primitives.py",
         "((a ^ by) < 0)",

@@ -6,6 +6,8 @@ Blocks are made small where what is tested is how they join.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,10 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.arrays.array import describe
 from speedlight.arrays.memory import pages
-from speedlight.gpu import launch, merging, schedule, uploads
+from speedlight.gpu import launch, merging, schedule, tiles, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare
+from speedlight.gpu.sequence import FLAG
 from speedlight.gpu.tiles import Tile
 from speedlight.problem.build import from_arrays
 from speedlight.problem.options import Options
@@ -287,6 +290,85 @@ def test_tensor_descriptors_can_be_turned_off(monkeypatch, rng):
                 call()
     assert used == [True, True, False, False] and same(results[:1], results[1:])
     assert cache.length(0) == 0
+
+
+WIDE = Tile(128, 128, 8, 2, True, producer=True)
+
+
+@pytest.fixture
+def has_producer(monkeypatch):
+    """PRODUCER of each first launch of a call."""
+    used = []
+
+    def start(each):
+        if each.arguments.get("NONFINITE") == int(FLAG):
+            used.append(each.arguments["PRODUCER"])
+        launch.start(each)
+
+    monkeypatch.setattr("speedlight.gpu.prepare.start", start)
+    return used
+
+
+@pytest.mark.parametrize("tile", [WIDE, replace(WIDE, stages=3)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "layout": "blhd"}])
+def test_a_producer_changes_no_bit(rng, has_producer, tile, options):
+    """With heads that share keys, and a head dim below the block's; values that are not finite are repaired."""
+    q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 128, 256, 40, 48)
+    broken = v.copy()
+    broken[:, :, 200, 3:5] = np.inf, np.nan
+    if "layout" in options:
+        q, k, v, broken = (x.swapaxes(1, 2).copy() for x in (q, k, v, broken))
+    results = []
+    for each in (tile, replace(tile, producer=False)):
+        with small_blocks(each):
+            results.append([*check(q, k, v, **options), *attention(q, k, broken, return_lse=True, **options)])
+    assert same(*results) and has_producer == [True, True, False, False]
+    assert results[0][2].isnan().any()
+
+
+def test_calls_without_a_producer(rng, monkeypatch, has_producer):
+    """Tiles that are not whole, rows that see nothing, unlike items, strides that no descriptor takes, anything beside
+    causality.
+    """
+    q, k, v = (tensor(x) for x in qkv(rng, "float16", 2, 2, 2, 128, 256, 16, 16))
+    wide = torch.cat([q, q], -1)
+    cu_lengths = {"cu_seqlens_q": [0, 128], "cu_seqlens_k": [0, 256], "layout": "lhd"}
+    short, empty = [x[:, :, :128] for x in (k, v)], [x[:, :, :0] for x in (k, v)]
+    calls = [
+        ((q[:, :, :127], k, v), {}),
+        ((q, k[:, :, 1:], v[:, :, 1:]), {}),
+        ((torch.cat([q, q], 2), *short), {"causal": True}),
+        ((q, *empty), {}),
+        ((q, k, v), {"k_lengths": [256, 128]}),
+        ((*[x[0].transpose(0, 1) for x in (q, k, v)],), cu_lengths),
+        ((wide[..., 1:17], k, v), {}),
+        ((wide[..., ::2], k, v), {}),
+        ((q, k, v), {"scale": -0.5}),
+        ((q, k, v), {"sink_logits": [0.5, 1.0]}),
+        ((q, k, v), {"dropout": 0.1, "seed": 1}),
+        ((q, k, v), {"mask": sl.window(9, 9)}),
+        ((q, k, v), {"score": sl.softcap(5.0)}),
+    ]
+    with small_blocks(WIDE):
+        for arrays, options in calls:
+            sl.attention(*arrays, engine="cuda", **options)
+        monkeypatch.setenv("SPEEDLIGHT_GPU_TMA", "0")
+        sl.attention(q, k, v, engine="cuda")
+    assert has_producer == [False] * (len(calls) + 1)
+
+
+def test_the_table_has_producers_on_hopper_alone():
+    """For full and causal calls of 16 bits; a mask, a score or dropout takes another tile."""
+    with_producers = {
+        (capability, kind, row.head_dim)
+        for capability, of_kinds in tiles.TABLE.items()
+        for kind, rows in of_kinds.items()
+        for row in rows
+        if row.full.producer or row.causal is not None
+    }
+    assert with_producers == {((9, 0), "16", 64), ((9, 0), "16", 128)}
+    for row in tiles.TABLE[9, 0]["16"][:2]:
+        assert row.full == row.causal and not row.masked.producer
 
 
 def test_out_stays_as_it_was_where_a_lookup_fails(rng):

@@ -38,7 +38,7 @@ def small_blocks(tile: Tile = SMALL, *, short: int = schedule.SHORT_ROWS):
     """
     before = schedule.table_row, schedule.SHORT_ROWS, differentiate.gradient_row
     schedule.table_row, schedule.SHORT_ROWS = lambda *_: Row(512, tile, tile, tile, tile), short
-    differentiate.gradient_row = lambda *_: GradientRow(512, tile, tile)
+    differentiate.gradient_row = lambda *_, **__: GradientRow(512, tile, tile)
     try:
         yield
     finally:
