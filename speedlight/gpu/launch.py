@@ -33,7 +33,7 @@ def start(each: Launch) -> None:
         return
     if arguments.get("USE_TMA"):
         triton.set_allocator(_descriptor_memory)
-    where = next(x for x in arguments.values() if isinstance(x, torch.Tensor)).device
+    where, *_ = [x.device for x in arguments.values() if isinstance(x, torch.Tensor)]
     # Triton launches on the current device
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
     try:
