@@ -111,8 +111,7 @@ def find_together(call: Call, lists: PageLists, lengths: list[int], key: Any) ->
 def _find_runs(call: Call, lists: PageLists, lengths: list[int]) -> list[list[Run]]:
     """Finds the runs of keys that sequences share, those of one depth together; a run follows the one before it."""
     p, found = call.problem, list[list[Run]]()
-    uses = frozenset[str]().union(*[x.uses for x in p.roots if x is not None])
-    if p.dropout or p.rows is not None or "b" in uses or call.in_parts or not all(p.q_lengths):
+    if p.is_by_item or p.rows is not None or call.in_parts or not all(p.q_lengths):
         return found
     limits = [(end - n) // TILE * TILE for end, n in zip(lengths, p.q_lengths, strict=True)]
     members = [n for n, limit in enumerate(limits) if limit >= TILE]
