@@ -75,7 +75,7 @@ class Trial:
     def pool(self) -> sl.PagePool:
         """Makes a pool that has room for a copy of the prompt for each client."""
         pages = self.sizes.clients * (-(-(self.sizes.prompt + self.sizes.question) // 16) + 1)
-        heads = {"kv_heads": self.sizes.kv_heads, "head_dim": 64}
+        heads: dict[str, Any] = {"kv_heads": self.sizes.kv_heads, "head_dim": 64}
         return sl.PagePool(layers=self.sizes.layers, pages=pages, page_size=16, **heads)
 
     def shared(self) -> float:
@@ -104,7 +104,7 @@ class Trial:
         return waits[-1]
 
 
-def rows(turns: int, sizes: Sizes = Sizes()) -> Iterator[dict[str, Any]]:  # noqa: B008
+def rows(turns: int, sizes: Sizes = Sizes()) -> Iterator[dict[str, Any]]:
     """Measures both ways in turn; a row says each client's median."""
     torch.set_num_threads(sl.get_threads())
     name = f"{sizes.clients} clients, a prompt of {sizes.prompt:,} tokens, questions of {sizes.question}"
