@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "the last of a block's tasks merges all spans but the first",
         "cpu/kernels/forward.py",
-        'with k.range(0, (panel.word("high") + (SPAN - 1)) // SPAN) as span:',
-        'with k.range(1, (panel.word("high") + (SPAN - 1)) // SPAN) as span:',
+        'high, first = panel.word("high"), self.first_key // SPAN',
+        'high, first = panel.word("high"), self.first_key // SPAN + 1',
         "tests/conformance/attention/test_latents.py -k tasks_that_share",
     ),
     Mutation(
@@ -125,8 +125,8 @@ MUTATIONS = (
     Mutation(
         "decoding leaves out the spans that no share divides",
         "cpu/kernels/decode.py",
-        "first, end = (spans * x // blocks for x in (self.share, self.share + 1))",
-        "first, end = (spans // blocks * x for x in (self.share, self.share + 1))",
+        "first, end = (seen + (spans - seen) * x // blocks for x in (self.share, self.share + 1))",
+        "first, end = (seen + (spans - seen) // blocks * x for x in (self.share, self.share + 1))",
         "tests/conformance/caches/test_caches.py -k few_heads_share",
     ),
     Mutation(
@@ -233,5 +233,40 @@ MUTATIONS = (
         "(clear > first) & begin.equals(first)",
         "clear > first",
         "tests/conformance/attention/test_tiles.py -k before_a_mask_begins",
+    ),
+    Mutation(
+        "a span that goes on after shared keys is merged when it is left",
+        "cpu/kernels/forward.py",
+        "is_merged = a.leaves.equals(0) | (span_end % SPAN).equals(0)",
+        "is_merged = a.leaves.equals(0) | (span_end % SPAN).equals(span_end % SPAN)",
+        "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and float32 and plain'",
+    ),
+    Mutation(
+        "a panel sees keys again that its states have",
+        "cpu/kernels/forward.py",
+        "self.take_span(k.max(span * SPAN, self.first_key), k",
+        "self.take_span(span * SPAN, k",
+        "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and float32 and plain'",
+    ),
+    Mutation(
+        "rows of one token do not load the states of whole spans",
+        "cpu/kernels/decode.py",
+        "self.begin(self.state, self.first_key.differs(0), 0)",
+        "self.begin(self.state, self.first_key.differs(self.first_key), 0)",
+        "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and float32 and plain'",
+    ),
+    Mutation(
+        "the last of a head's tasks merges spans that its states have",
+        "cpu/kernels/decode.py",
+        "with k.range(self.first_key // SPAN, whole) as span:",
+        "with k.range(0, whole) as span:",
+        "tests/conformance/pages/test_shared_prefixes.py -k tasks_share",
+    ),
+    Mutation(
+        "a panel's open span has the sums of its whole spans",
+        "cpu/kernels/panel_states.py",
+        'self.k.p["half"] * (2 * self.s.number_bytes)',
+        'self.k.p["half"] * 0',
+        "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and float32 and plain'",
     ),
 )
