@@ -132,6 +132,37 @@ def model_bars(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def prompt_bars(report: dict[str, Any], path: Path) -> None:
+    """Draws when each client of a system prompt has its first token, and the memory, with it shared and with copies.
+
+    The file keeps the figures that it shows.
+    """
+    plt = pyplot()
+    (row,) = report["rows"]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(7, 3.6), layout="constrained", width_ratios=(row["clients"], 2.5)
+    )
+    figures = {way: [*row["seconds"][way], row["bytes"][way] / 2**20] for way in ("apart", "shared")}
+    for place, (way, colour) in enumerate({"apart": "#d55e00", "shared": "#0072b2"}.items()):
+        *seconds, memory = figures[way]
+        label = {"apart": "a copy for each client", "shared": "the prompt shared"}[way]
+        left.bar(np.arange(row["clients"]) + 0.4 * place + 0.8, seconds, width=0.38, color=colour, label=label)
+        for client in {0, row["clients"] - 1}:
+            at = client + 0.4 * place + 0.8, seconds[client]
+            left.annotate(f"{seconds[client]:.1f}", at, ha="center", va="bottom", fontsize=9)
+        right.bar(place, memory, width=0.8, color=colour)
+        right.annotate(f"{memory:.0f}", (place, memory), ha="center", va="bottom", fontsize=9)
+    left.set(xlabel="client", ylabel="seconds to the first token", xticks=np.arange(row["clients"]) + 1)
+    right.set(ylabel="MiB of keys and values", xticks=[])
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(fontsize=9, frameon=False, loc="upper left")
+    machine = f"{row['model']}; {report['machine']}, {report['threads']} threads, {report['isa']}"
+    figure.suptitle(f"{row['name']}\n{machine}", fontsize=9)
+    figure.savefig(path, dpi=150, metadata={"Figures": json.dumps(figures)})
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     ROWS = json.loads(Path(sys.argv[1]).read_text())
     (roofline if any("gflops" in row for row in ROWS["rows"]) else model_bars)(ROWS, Path(sys.argv[2]))

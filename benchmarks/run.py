@@ -4,6 +4,7 @@
     python benchmarks/run.py models               whole models, beside PyTorch's attention in them
     python benchmarks/run.py backward             gradients, beside PyTorch's
     python benchmarks/run.py ranks 2              attention over two processes, beside one with all their threads
+    python benchmarks/run.py prompts              clients of one system prompt, with it shared and with a copy for each
     python benchmarks/run.py base HEAD~1          this tree beside a commit of it; also compares the bits
     python benchmarks/run.py gpu                  a GPU beside its peers; needs no more than the engine does
     python benchmarks/run.py architectures        those of transformers, small: are results what they are without us?
@@ -47,9 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_run_all, default_turns=9, turns=None)
     parser.add_argument("--quick", dest="turns", action="store_const", const=3, help="three turns instead of nine")
     parser.add_argument("--only", default=_PARTS, help=f"parts of {_PARTS}")
-    whats = parser.add_subparsers(metavar="models | backward | ranks | base | gpu | architectures")
+    whats = parser.add_subparsers(metavar="models | backward | ranks | prompts | base | gpu | architectures")
     runs = {"models": _run_models, "backward": _run_backward, "ranks": _run_ranks, "base": _run_base, "gpu": _run_gpu}
-    for name, run in (runs | {"architectures": _run_architectures}).items():
+    runs |= {"prompts": _run_prompts, "architectures": _run_architectures}
+    for name, run in runs.items():
         what = whats.add_parser(name)
         what.set_defaults(run=run, default_turns=5)
         what.add_argument("--turns", type=int, help="samples of each, in turn; default 5")
@@ -62,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
             what.add_argument("--q-heads", type=int, default=8)
             what.add_argument("--causal", action=argparse.BooleanOptionalAction)
             what.add_argument("--backward", action="store_true", help="gradients")
-        else:
+        elif name != "prompts":
             what.add_argument("--only", default="", help="one kind; of gradients, one dtype")
         if name == "ranks":
             what.add_argument("ranks", type=int, nargs="?", default=2, help="processes; default 2")
@@ -167,6 +169,14 @@ def _run_ranks(given: argparse.Namespace, turns: int) -> int:
     print(ranks.LEGEND, flush=True)
     report = about()
     return write_report(report, ranks.rows(report, given.ranks, turns, given.only), ranks.line, given.output)
+
+
+def _run_prompts(given: argparse.Namespace, turns: int) -> int:
+    import prompts
+
+    print(prompts.LEGEND, flush=True)
+    origin = {"commit": _commit()}
+    return write_report(about(), (row | origin for row in prompts.rows(turns)), prompts.line, given.output)
 
 
 def _run_base(given: argparse.Namespace, turns: int) -> int:

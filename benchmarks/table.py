@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chart import best_peer, chart, compared, family_of, median_of
-from pictures import model_bars, roofline
+from pictures import model_bars, prompt_bars, roofline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -252,6 +252,8 @@ def main() -> None:
         model_bars(json.loads(report.read_text()), PICTURES / f"models-{report.stem}.png")
     for report in gradients:
         roofline(json.loads(report.read_text()), PICTURES / f"backward-{report.stem}.png")
+    for report in sorted((RESULTS / "prompts").glob("*.json")):
+        prompt_bars(json.loads(report.read_text()), PICTURES / "shared-prompt.png")
     chart([*reports, *whole], PICTURES / "best-peer.png")
     rows = [row for row in data["rows"] if "bytes_moved" in row and row["part"] == "prefill"]
     roofline(data | {"threads": data["cores"], "rows": rows}, PICTURES / "roofline.png")

@@ -13,7 +13,7 @@ from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
 from ..problem.operands import Dense, Strides
 from ..problem.options import AllOptions, Method, Options, Shard
-from ..problem.plan import Plan, of_latents, over_ranks
+from ..problem.plan import Plan, of_latents, of_shared_prefix, over_ranks
 from ..problem.problem import Sizes
 from ..problem.rank_plan import asked_ranks
 from ..problem.signatures import public
@@ -37,6 +37,7 @@ def plan(
     head_dim: int | None = None,
     value_dim: int | None = None,
     latent: bool = False,
+    shared_prefix: int = 0,
     dtype: Any = None,
     exact: bool = False,
     device: Any = None,
@@ -55,6 +56,7 @@ def plan(
     k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or
     cu_seqlens.
     With `latent=True`, or beside arrays v=None and value_dim, values are the first columns of keys: their bytes count
+    once. `shared_prefix`: so many leading keys are those of all sequences, as of forks in a PagePool: their bytes count
     once. Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Computes
     no attention. The least time is at the best peak and bandwidth that were measured on this machine: a run may beat
     it if the machine was busy then (`speedlight info --measure` measures again). Of a mask, the tiles that are computed
@@ -103,6 +105,7 @@ def plan(
     given = Options.of(plan, options).spelled()
     check_precision(given.precision)
     check_flag("latent", latent)
+    shared_prefix = integer("shared_prefix", shared_prefix)
     layout = given.layout
     if k is not None and (v is None or isinstance(k, (tuple, list))):
         latent = latent or v is None
@@ -130,5 +133,7 @@ def plan(
             )
         strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
     found = engines.plan(problem, device, strides, given.precision, exact=exact, backward=backward, threads=threads)
+    packed = layout == "lhd"
     found = of_latents(found) if latent else found
-    return found if spreading is None else over_ranks(found, spreading, packed=layout == "lhd")
+    found = of_shared_prefix(found, shared_prefix, packed=packed)
+    return found if spreading is None else over_ranks(found, spreading, packed=packed)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tree import lazily
 from ..host.tunings import Origin
 from .problem import TILE, Problem
 from .rank_plan import Asked, Rates, Spread, spread
-from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes, value_bytes
+from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes, token_bytes, value_bytes
 
 
 class Run(NamedTuple):
@@ -86,6 +86,7 @@ class Plan:
     tile_keys: int = TILE
     backward: bool = False
     latent: bool = False  # values are the keys' first columns, which count once
+    shared_prefix: int = 0  # leading keys that are those of all sequences, which count once
     origin: Origin | None = None  # of the schedule, on a CPU
     measured: Callable[[], Roofs | None] | None = field(default=None, repr=False, compare=False)
     simulated: Callable[[], Balance | None] | None = field(default=None, repr=False, compare=False)
@@ -140,6 +141,7 @@ class Plan:
         """Name and text of each line of the table."""
         p = self.problem
         lengths = f"q {_range(p.q_lengths)}, k {_range(p.k_lengths)}"
+        lengths += f" ({self.shared_prefix:,} shared)" if self.shared_prefix else ""
         mask = " and ".join(["causal"] * p.causal + ["masked"] * (p.mask is not None)) or "full"
         mask += ", scored" if p.score is not None else ""
         mask += f", dropout {p.dropout:g}" if p.dropout else ""
@@ -265,6 +267,52 @@ def of_latents(plan: Plan) -> Plan:
     return replace(plan, latent=True, bytes_read=plan.bytes_read - shared, bytes_written=written)
 
 
+def of_shared_prefix(plan: Plan, tokens: int, *, packed: bool) -> Plan:
+    """Returns the plan of sequences that have so many leading keys in common: their bytes count once.
+
+    packed: sequences lie one after the other in arrays, where each has keys of its own.
+    """
+    p = plan.problem
+    if not tokens:
+        return plan
+    if plan.backward:
+        raise UnsupportedError(
+            f"shared_prefix: expected 0 beside backward=True; got {tokens}. Caches have no gradients. Leave it out."
+        )
+    if packed:
+        raise ArgumentError(
+            f"shared_prefix: expected 0 beside layout='lhd', whose sequences have keys of their own; got {tokens}. "
+            "Plan a batch: layout='bhld' with batch=, and with q_lengths= and k_lengths= if its sequences differ."
+        )
+    if p.shared:
+        raise ArgumentError(
+            f"shared_prefix: expected 0 beside keys of one item, which are those of all and count once; got {tokens}. "
+            "Leave it out."
+        )
+    if p.batch < 2:
+        raise ArgumentError(
+            f"shared_prefix: expected at least two sequences to share it; got batch={p.batch}. Write batch=2 or more."
+        )
+    if plan.engine != "cpu":
+        raise UnsupportedError(
+            f"shared_prefix: expected a plan of the CPU; got one of {plan.engine}, where each sequence is taken by "
+            "itself. Leave it out."
+        )
+    if p.is_by_item:
+        raise UnsupportedError(
+            f"shared_prefix: expected neither dropout nor a mask or score that reads b beside it; got {tokens}. Each "
+            "sequence is taken by itself then: leave it out."
+        )
+    most = max(0, min(k - q for q, k in zip(p.q_lengths, p.k_lengths, strict=True)))
+    if not 0 <= tokens <= most:
+        raise ArgumentError(
+            f"shared_prefix: expected 0 to {most}, the keys before the first query of the shortest sequence; got "
+            f"{tokens}."
+        )
+    saved = (p.batch - 1) * tokens * token_bytes(p, latent=plan.latent)
+    return replace(plan, shared_prefix=tokens, bytes_read=plan.bytes_read - saved)
+
+
 def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
     """Returns the plan with its figures over several ranks, at the roofs of this machine."""
     if plan.roofs is None:
@@ -272,6 +320,10 @@ def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
     if plan.problem.dropout:
         raise UnsupportedError(
             f"dropout: expected 0 beside ranks=; got {plan.problem.dropout:g}. Several processes have no dropout."
+        )
+    if plan.shared_prefix:
+        raise UnsupportedError(
+            f"shared_prefix: expected 0 beside ranks=; got {plan.shared_prefix}. Several processes share no pages."
         )
     rates, each = Rates(plan.roofs.flops, plan.roofs.bytes), pair_flops(plan.problem, backward=plan.backward)
     return replace(plan, ranks=spread(plan.problem, asked, rates, each, packed=packed, backward=plan.backward))

@@ -108,6 +108,11 @@ class Problem:
         mask, score = self.roots
         return frozenset[str]().union(*[x.uses for x in (mask, hiding_condition(score)) if x is not None])
 
+    @property
+    def is_by_item(self) -> bool:
+        """True if a result depends on which item it is of: with dropout, and where an expression reads b."""
+        return bool(self.dropout) or any([x is not None and "b" in x.uses for x in self.roots])
+
     def kinds(self, heads: int, *, apart: bool = False) -> Iterator[tuple[int, int, int]]:
         """Yields item, head (of so many) and how many are like it, once for all that lengths, positions and what is
         hidden cannot tell apart; `apart`: every item.

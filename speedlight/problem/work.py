@@ -84,6 +84,12 @@ def value_bytes(problem: Problem) -> int:
     return keys * problem.kv_heads * problem.value_dim * STORAGE_BYTES[problem.key_storage]
 
 
+def token_bytes(problem: Problem, *, latent: bool) -> int:
+    """Returns the bytes of a token's key and value in all heads; `latent`: the value is the key's first columns."""
+    columns = problem.head_dim + (0 if latent else problem.value_dim)
+    return problem.kv_heads * columns * STORAGE_BYTES[problem.key_storage]
+
+
 def least_backward_bytes(problem: Problem) -> tuple[int, int]:
     """Returns a backward pass's least bytes: q, k, v, out, lse and d_out are read, dq, dk and dv written."""
     size = STORAGE_BYTES[problem.storage]

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ArgumentError
-from .measuring import about, measure_plan
-from .options import Json, ProblemOptions, Unit, on_unit, takes_listed
+from ..problem.plan import of_shared_prefix
+from .measuring import APART, about, measure_plan
+from .options import Json, ProblemOptions, SharedPrefix, Unit, on_unit, takes_listed
 from .peers import BACKWARD, LIBRARIES, PEERS, TITLES
 from .reports import MOST_OF_OTHERS, busy_rows, check_output, is_busy, plan_rows, print_report, progress, write_text
 
@@ -26,6 +27,7 @@ def bench(
         list[str] | None,
         typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed."),
     ] = None,
+    shared_prefix: SharedPrefix = 0,
     turns: Annotated[int, typer.Option(help="Samples of each, in turn.")] = 5,
     isa: Unit = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the row.")] = None,
@@ -35,22 +37,28 @@ def bench(
 
     Every result is first compared with float64; if ours is wrong, nothing is measured and the exit status is 1.
     --backward: gradients, beside PyTorch's. --decode: one step over a KVCache. --latent: of DeepSeek's latents.
+    --decode --shared-prefix: one step of a PagePool whose sequences share pages, also beside sequences with copies.
     """
     names = _names(peer, problem.backward)
     if problem.latent and (problem.backward or problem.decode):
         raise ArgumentError("--latent: expected neither --backward nor --decode beside it. Leave one of them out.")
+    if shared_prefix and not problem.decode:
+        raise ArgumentError("--shared-prefix: expected --decode beside it: a step of a PagePool. Write --decode.")
     if turns < 1:
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
     check_output(output, ".json")
     missing = {x: f"not installed ({LIBRARIES.get(x, x)})" for x in names if find_spec(LIBRARIES.get(x, x)) is None}
     with on_unit(isa), progress("measuring", None):
         plan = problem.plan(exact=True)
+        size = plan.bytes_read + plan.bytes_written  # each sequence has its own keys in one of the contenders
+        plan = of_shared_prefix(plan, shared_prefix, packed=False)
         p, (_, name) = plan.problem, plan_rows(plan)[0]
         if not plan.flops or 0 in (p.q_lengths[0], p.k_lengths[0]):  # the first is the one that is checked
             raise ArgumentError(f"--q-len: expected queries of the first sequence that see keys; got none in {name}.")
-        if plan.bytes_read + plan.bytes_written > _MOST_BYTES:
+        if size > _MOST_BYTES:
             raise ArgumentError(f"--q-len: expected a problem of at most {_MOST_BYTES >> 30} GiB; got {name}.")
-        row: dict[str, Any] = {"name": name + ", from a cache" * problem.decode, "dtype": p.dtype, "causal": p.causal}
+        where = ", from a pool" if shared_prefix else ", from a cache"
+        row: dict[str, Any] = {"name": name + where * problem.decode, "dtype": p.dtype, "causal": p.causal}
         row |= {"head_dim": p.head_dim, "backward": plan.backward}
         usable = [x for x in names if x not in missing]
         row |= measure_plan(plan, problem.options(), turns, usable, decode=problem.decode)
@@ -96,8 +104,10 @@ def _verdict(row: dict[str, Any]) -> str:
     share = f"{row['share_of_roof']:.0%} of what this machine can do"
     if row["share_of_roof"] > 1:
         share = "faster than this machine's memory is read: its caches hold the problem"
-    if not row["ratios"]:
-        return f"{share}; no other library to compare with"
-    name, ratio = min(((x, r[2]) for x, r in row["ratios"].items()), key=lambda pair: pair[1])
-    fastest = f", the fastest of {len(row['ratios'])} others" if len(row["ratios"]) > 1 else ""
-    return f"{ratio:.2f} x as fast as {TITLES.get(name, name)}{fastest}; {share}"
+    others = {name: ratio[2] for name, ratio in row["ratios"].items() if name != APART}
+    apart = f"{row['ratios'][APART][2]:.2f} x as fast as sequences apart; " if APART in row["ratios"] else ""
+    if not others:
+        return f"{apart}{share}; no other library to compare with"
+    name = min(others, key=lambda name: others[name])
+    fastest = f", the fastest of {len(others)} others" if len(others) > 1 else ""
+    return f"{apart}{others[name]:.2f} x as fast as {TITLES.get(name, name)}{fastest}; {share}"

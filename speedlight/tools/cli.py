@@ -127,6 +127,7 @@ def plan(
     exact: Annotated[
         bool, typer.Option("--exact", help="Count what a mask shows, where only counting tells. Not --method exact.")
     ] = False,
+    shared_prefix: opt.SharedPrefix = 0,
     threads: opt.Threads = None,
     ranks: opt.Ranks = None,
     link_bandwidth: opt.LinkBandwidth = None,
@@ -144,7 +145,7 @@ def plan(
     """
     check_device(device)
     over: dict[str, Any] = {"ranks": ranks, "link_bandwidth": link_bandwidth, "latency": latency}
-    over |= {"shard": shard, "method": method, "device": device, "threads": threads}
+    over |= {"shard": shard, "method": method, "device": device, "threads": threads, "shared_prefix": shared_prefix}
     with on_unit(isa):
         found = problem.plan(**over)
     if exact and found.visible_pairs is None:

@@ -27,6 +27,8 @@ from .peers import PEERS, Asked, Call, usable
 
 PEER_SLACK = 64  # error bounds that a peer may be away from float64: PyTorch rounds scores to float16, 24 of them
 Judge = Callable[..., "str | None"]  # of a result and, if not 1, how many bounds an element may be away
+APART = "apart"  # the contender whose sequences have copies of what ours share
+_PAGE = 16  # tokens
 _LONG = 0.5  # seconds from which a call is not warmed up by another one
 
 # --- time
@@ -200,21 +202,26 @@ def measure_plan(
 
     Returns a row's figures; of a result that is wrong only "refused", and why.
     """
-    p = plan.problem
-    call, arrays = _decoded(p, options) if decode else _called(plan, options)
+    p, ours = plan.problem, dict[str, Call]()
+    if plan.shared_prefix:
+        call, arrays, ours[APART] = _shared(plan, options)
+    else:
+        call, arrays = _decoded(p, options) if decode else _called(plan, options)
+    shape = (*arrays[0].shape[:3], p.value_dim)
     find_wrong = functools.partial(_wrong_of_item, p, arrays, {n: x for n, x in options.items() if n != "lengths"})
-    if refused := find_wrong(call()):
+    if refused := find_wrong(_in_shape(call(), shape)):
         return {"refused": refused}
+    if ours and call().tobytes() != ours[APART]().tobytes():
+        return {"refused": "sequences that share keys have other bits than sequences apart"}
     peers = {name: PEERS[name] for name in names}
     asked = Asked.of(p, arrays)
     if plan.latent and asked.q.shape[2] == 1:
         asked = _with_heads_as_rows(asked)
-    shape = (*arrays[0].shape[:3], p.value_dim)
     others, notes = usable(peers, asked, lambda got: find_wrong(_in_shape(got, shape), slack=PEER_SLACK))
     isa, threads = machine.current_isa(), sl.get_threads()
     kind = roof.kind_of_peak(isa, DTYPES[p.dtype][0])
     programs = Others()
-    times = measure({"speedlight": call} | others, turns, lambda: roof.peak_flops(isa, kind, threads))
+    times = measure({"speedlight": call} | ours | others, turns, lambda: roof.peak_flops(isa, kind, threads))
     taken = programs.share()
     peak, flops = statistics.median(times.pop("peak")), plan.flops or 0
     seconds, read = statistics.median(times["speedlight"]), _read_bandwidth(isa, threads)
@@ -270,6 +277,33 @@ def _decoded(p: problem.Problem, options: dict[str, Any]) -> tuple[Call, list[np
     cache.append(0, k, v, new_lengths=list(p.k_lengths))
     own = {n: x for n, x in options.items() if n in ("score", "dropout", "seed")}  # the query is at the last token
     return lambda: cache.attend(0, q, mask=p.mask, **own), arrays
+
+
+def _shared(plan: sl.Plan, options: dict[str, Any]) -> tuple[Call, list[np.ndarray], Call]:
+    """Returns one step of forks of a prefix in a pool, its arrays, and the step of sequences that have copies of it."""
+    p, prefix = plan.problem, slice(plan.shared_prefix)
+    q, k, v = arrays = _drawn(p)
+    for x in (k, v):
+        x[1:, :, prefix] = x[0, :, prefix]
+    longest, rows = -(-k.shape[2] // _PAGE), np.ascontiguousarray(q[:, :, 0])
+    sizes: dict[str, Any] = {"kv_heads": p.kv_heads, "head_dim": p.head_dim, "value_dim": p.value_dim, "dtype": p.dtype}
+    own = {"mask": p.mask, "score": options["score"]}  # the query is at the last token
+    calls: list[Call] = []
+    for is_shared in (True, False):
+        pool = sl.PagePool(layers=1, pages=(p.batch + 1) * longest, page_size=_PAGE, **sizes)
+        first = pool.sequence()
+        pool.append(0, [first], _packed(k[0, :, prefix]), _packed(v[0, :, prefix]))
+        sequences = [first.fork() if is_shared else pool.sequence() for _ in range(p.batch)]
+        for sequence, keys, values, length in zip(sequences, k, v, p.k_lengths, strict=True):
+            rest = slice(sequence.length(), length)
+            pool.append(0, [sequence], _packed(keys[:, rest]), _packed(values[:, rest]))
+        calls.append(functools.partial(pool.attend, 0, sequences, rows, **own))
+    return calls[0], arrays, calls[1]
+
+
+def _packed(x: np.ndarray) -> np.ndarray:
+    """Returns keys or values (heads, tokens, dim) as a pool takes them, (tokens, heads, dim)."""
+    return np.ascontiguousarray(x.swapaxes(0, 1))
 
 
 def _wrong_of_item(

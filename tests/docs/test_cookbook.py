@@ -133,7 +133,7 @@ EXPECTED = {
 
 
 # recipes with a test of their own, below
-APART = ("Accuracy of int8 and float8", "Continuous batching", "Generate with our cache")
+APART = ("Accuracy of int8 and float8", "Continuous batching", "Generate with our cache", "Shared system prompt")
 
 
 def run(title):
@@ -179,6 +179,25 @@ def test_continuous_batching():
         mask = CAUSAL[queries, : queries.stop]
         assert_within(names["out"][at], *expected(names, some, {"mask": mask}, packed=True))
     assert names["pool"].free_pages == 32 - 2 - 2 and names["b"].length() == 22
+
+
+def test_clients_of_a_system_prompt(capsys):
+    """Each has the bits of a prompt and a question in a pool of its own."""
+    names = run("Shared system prompt")
+    q, k, v = (x.swapaxes(0, 1)[None] for x in names["questions"])
+    prompt = [names[x][:1, :, :80] for x in "kv"]
+    printed = re.search(r"print\(pool.free_pages\)  # (\d+)", PAGE.split("## Shared system prompt")[1])[1]
+    assert capsys.readouterr().out.strip() == printed
+    for n in range(8):
+        own = slice(10 * n, 10 * n + 10)
+        keys, values = (np.concatenate([x, y[:, :, own]], 2) for x, y in zip(prompt, (k, v), strict=True))
+        some, mask = (lambda names, q=q[:, :, own], k=keys, v=values: (q, k, v)), CAUSAL[80:90, :90]
+        assert_within(names["out"][own], *expected(names, some, {"mask": mask}, packed=True))
+        pool = sl.PagePool(layers=1, pages=6, page_size=16, kv_heads=4, head_dim=16)
+        alone = pool.sequence()
+        pool.append(0, [alone], *(x[0].swapaxes(0, 1) for x in prompt))
+        apart = pool.attend(0, [alone], *(x[own] for x in names["questions"]))
+        assert apart.tobytes() == names["out"][own].tobytes()
 
 
 def test_generate_gives_the_tokens_of_pytorch():

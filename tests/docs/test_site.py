@@ -282,6 +282,19 @@ def test_the_picture_is_of_the_rows(tables):
     assert readme_pictures() == [f"{TREES[1]}docs/pictures/best-peer.png"]
 
 
+def test_the_picture_of_a_shared_prompt_is_of_its_rows(tables):
+    """Its file keeps the bars it shows, and the cookbook says the largest."""
+    (path,) = (tables.RESULTS / "prompts").glob("*.json")
+    (row,) = json.loads(path.read_text())["rows"]
+    with Image.open(tables.PICTURES / "shared-prompt.png") as picture:
+        shown = json.loads(picture.text["Figures"])
+    assert shown == {way: [*row["seconds"][way], row["bytes"][way] / 2**20] for way in ("apart", "shared")}
+    says = (ROOT / "docs" / "cookbook.md").read_text()
+    for *seconds, memory in shown.values():
+        assert f"{seconds[-1]:.1f} s" in says and f"{memory:.0f} MiB" in says
+    assert row["name"].startswith("8 clients, a prompt of 4,096 tokens") and row["commit"]
+
+
 def readme_pictures():
     return [x for x in links(ROOT / "README.md") if x.endswith((".png", ".svg"))]
 

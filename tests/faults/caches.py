@@ -411,4 +411,32 @@ MUTATIONS = (
         "",
         "tests/conformance/pages/test_shared_prompts.py -k room_leaves_the_index",
     ),
+    Mutation(
+        "sequences are taken together up to a page, not a tile",
+        "cpu/engine/cascade.py",
+        "return end // TILE * TILE",
+        "return end",
+        "tests/conformance/pages/test_shared_prefixes.py -k inside_of_pages",
+    ),
+    Mutation(
+        "rows that are taken together are not in the order of their positions",
+        "cpu/engine/cascade.py",
+        'together = together[np.argsort(together[:, ROW_AT.word("position")], kind="stable")]',
+        'together = together[np.argsort(-together[:, ROW_AT.word("position")], kind="stable")]',
+        "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and window'",
+    ),
+    Mutation(
+        "sequences that a mask or dropout tells apart are taken together",
+        "cpu/engine/cascade.py",
+        "if p.is_by_item or p.rows",
+        "if p.rows",
+        "tests/conformance/pages/test_shared_prefixes.py -k knows_its_sequence",
+    ),
+    Mutation(
+        "what sequences share is kept for other lengths",
+        "cpu/engine/cpu_engine.py",
+        "(numbers.tobytes(), lengths))",
+        "(numbers.tobytes(), None))",
+        "tests/conformance/pages/test_shared_prefixes.py -k a_table_that_changed",
+    ),
 )

@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "the last of a block's tasks merges all spans but the first",
         "cpu/kernels/forward.py",
-        "with k.range(first, end) as span:\n                    k.call(self.parts.merge",
-        "with k.range(first + 1, end) as span:\n                    k.call(self.parts.merge",
+        'high, first = panel.word("high"), self.first_key // SPAN',
+        'high, first = panel.word("high"), self.first_key // SPAN + 1',
         "tests/conformance/attention/test_latents.py -k tasks_that_share",
     ),
     Mutation(
@@ -233,5 +233,40 @@ MUTATIONS = (
         "(clear > first) & begin.equals(first)",
         "clear > first",
         "tests/conformance/attention/test_tiles.py -k before_a_mask_begins",
+    ),
+    Mutation(
+        "a span that goes on after shared keys is merged when it is left",
+        "cpu/kernels/forward.py",
+        "is_merged = a.leaves.equals(0) | (span_end % SPAN).equals(0)",
+        "is_merged = a.leaves.equals(0) | (span_end % SPAN).equals(span_end % SPAN)",
+        "tests/conformance/pages/test_shared_prefixes.py -k inside_of_pages",
+    ),
+    Mutation(
+        "a panel goes on in an open span from the states of whole spans",
+        "cpu/kernels/forward.py",
+        'self.load_state(panel, "span", 1)',
+        'self.load_state(panel, "span", 0)',
+        "tests/conformance/pages/test_shared_prefixes.py -k inside_of_pages",
+    ),
+    Mutation(
+        "rows of one token do not load the states of whole spans",
+        "cpu/kernels/decode.py",
+        "self.begin(self.state, self.first_key.differs(0), 0)",
+        "self.begin(self.state, self.first_key.differs(self.first_key), 0)",
+        "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and float32 and plain'",
+    ),
+    Mutation(
+        "the last of a head's tasks merges spans that its states have",
+        "cpu/kernels/decode.py",
+        "with k.range(self.first_key // SPAN, whole) as span:",
+        "with k.range(0, whole) as span:",
+        "tests/conformance/pages/test_shared_prefixes.py -k tasks_share",
+    ),
+    Mutation(
+        "a panel's open span has the sums of its whole spans",
+        "cpu/kernels/panel_states.py",
+        'self.k.p["half"] * (2 * self.s.number_bytes)',
+        'self.k.p["half"] * 0',
+        "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and float32 and plain'",
     ),
 )

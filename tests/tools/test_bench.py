@@ -44,6 +44,8 @@ PROBLEMS = {
     "padded gradients": "--lengths 20,48 --backward --mask 'window(5, 9)' --kv-heads 2",
     "decode": "--decode --k-len 70 --kv-heads 1 --causal --dtype float16",
     "padded decode": "--decode --lengths 70,3 --window 9,0",
+    "shared prefix": "--decode --batch 3 --k-len 300 --shared-prefix 270 --kv-heads 2 --dtype bfloat16",
+    "padded shared prefix": "--decode --lengths 300,290 --shared-prefix 129 --value-dim 24 --window 200,0",
     "latents": "--latent --k-len 70 --value-dim 12",
     "latents, more queries": "--latent --q-len 48 --value-dim 12 --causal",
 }
@@ -59,6 +61,7 @@ def test_a_peer_computes_the_same(here, words):  # noqa: F811
     (row,) = json.loads(done.stdout)["rows"]
     assert len(row["ratios"]["torch"]) == 5 and not row["notes"], row["notes"]
     assert row["gflops"] > 0 and 0 < row["share_of_peak"] <= row["share_of_roof"]
+    assert ("apart" in row["ratios"]) == ("--shared-prefix" in words)
     assert row["kernel"].startswith("backward" if "--backward" in words else "decode" if "--decode" in words else "f")
 
 
@@ -98,6 +101,39 @@ def test_a_peer_that_is_wrong_is_left_out(here, monkeypatch):  # noqa: F811
     assert "no other library to compare with" in done.stdout
 
 
+def test_other_bits_than_sequences_apart_are_not_measured(here, monkeypatch):  # noqa: F811
+    """Though every element is inside the error bound."""
+
+    class Moved(sl.PagePool):
+        def attend(self, layer, sequences, *arrays, **options):
+            got = super().attend(layer, sequences, *arrays, **options)
+            return np.nextafter(got, np.float32(9)) if self.used_bytes < 30 * self.page_bytes else got  # if shared
+
+    monkeypatch.setattr(sl, "PagePool", Moved)
+    words = "--decode --batch 2 --k-len 300 --shared-prefix 256 --peer none"
+    done = here("bench", *shlex.split(words))
+    assert done.returncode == 1 and "FAILED: sequences that share keys have other bits than sequences" in done.stdout
+
+
+def test_sequences_that_share_keys_share_their_pages(monkeypatch):
+    """Ours has the prefix once; "apart" has it in each sequence: same tokens, other pages."""
+    plan = sl.plan(batch=3, q_heads=4, kv_heads=2, q_len=1, k_len=70, head_dim=16, shared_prefix=64)
+    pools, made = [], sl.PagePool
+
+    def counted(**sizes):
+        pools.append(made(**sizes))
+        return pools[-1]
+
+    monkeypatch.setattr(sl, "PagePool", counted)
+    call, arrays, apart = measuring._shared(plan, {"score": None})
+    shared, copies = (pool.pages - pool.free_pages for pool in pools)
+    assert (shared, copies) == (4 + 3, 3 * 5)
+    want = reference.attention(*arrays)
+    for got in (call(), apart()):
+        np.testing.assert_allclose(got, want[:, :, 0], atol=1e-5)
+    assert (arrays[1][1:, :, :64] == arrays[1][:1, :, :64]).all() and (arrays[1][1] != arrays[1][0]).any()
+
+
 ROW = {
     "name": "causal", "gflops": 9.0, "others": 0.0, "share_of_roof": 0.84,
     "seconds": {"speedlight": [1.0, 1.0, 1.0, 1.05, 1.1]},
@@ -112,6 +148,14 @@ ROW = {
         (
             {"ratios": ROW["ratios"] | {"openvino": [0.5, 0.6, 0.7, 0.8, 0.9]}},
             "0.70 x as fast as OpenVINO, the fastest of 2 others; 84% of what this machine can do",
+        ),
+        (
+            {"ratios": ROW["ratios"] | {"apart": [0.9, 1.0, 1.1, 1.2, 1.3]}},
+            "1.10 x as fast as sequences apart; 1.31 x as fast as PyTorch's SDPA; 84% of what this machine can do",
+        ),
+        (
+            {"ratios": {"apart": [2.0] * 5}},
+            "2.00 x as fast as sequences apart; 84% of what this machine can do; no other library to compare with",
         ),
         ({"ratios": {}}, "84% of what this machine can do; no other library to compare with"),
         (

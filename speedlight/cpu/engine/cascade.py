@@ -120,7 +120,7 @@ def after_prefix(call: Call, tokens: int, lists: PageLists, lengths: list[int], 
     counts, lengths = tuple([call.problem.q_lengths[n] for n in used]), [lengths[n] for n in used]
     members = tuple(range(len(used)))
     runs = [Run(0, tokens, members)]
-    if call.problem.dropout or "b" in _uses_of(call):  # each row must know its sequence
+    if call.problem.is_by_item:  # each row must know its sequence
         runs = [Run(0, tokens, (n,)) for n in members]
     places = _places_of(call, counts, lengths)
     many = tuple([sum([counts[n] for n in run.members]) for run in runs])
@@ -132,11 +132,6 @@ def after_prefix(call: Call, tokens: int, lists: PageLists, lengths: list[int], 
     return Together(call, [first._replace(is_apart=True), last], lists)
 
 
-def _uses_of(call: Call) -> frozenset[str]:
-    """Returns the symbols that a call's mask and score read."""
-    return frozenset[str]().union(*[x.uses for x in call.problem.roots if x is not None])
-
-
 def _staged(call: Call, counts: tuple[int, ...], *, leaves: bool, heads: tuple[int, int] | None = None) -> Call:
     """Prepares a stage's call, or takes the one that is kept."""
     key = CallKey("stage", (counts, leaves, heads), None, call.machine, call)
@@ -146,7 +141,7 @@ def _staged(call: Call, counts: tuple[int, ...], *, leaves: bool, heads: tuple[i
 def _find_runs(call: Call, lists: PageLists, lengths: list[int]) -> list[list[Run]]:
     """Finds the runs of keys that sequences share, those of one depth together; a run follows the one before it."""
     p, found = call.problem, list[list[Run]]()
-    if p.dropout or p.rows is not None or "b" in _uses_of(call) or call.in_parts or not all(p.q_lengths):
+    if p.is_by_item or p.rows is not None or call.in_parts or not all(p.q_lengths):
         return found
     limits = [(end - n) // TILE * TILE for end, n in zip(lengths, p.q_lengths, strict=True)]
     members = [n for n, limit in enumerate(limits) if limit >= TILE]

@@ -129,6 +129,24 @@ def test_random_forests(seed, always):
         forest.check(which, int(rng.choice([1, 1, 2, 3])), **option)
 
 
+@pytest.mark.parametrize(("group", "kernel"), [(2, "decode"), (16, "forward")])
+def test_runs_end_inside_of_pages_and_spans(rng, group, kernel, always):
+    """A second level goes on in the open span that the first one left, and leaves it open; both end at a tile."""
+    forest = Forest(rng, "float32", kv_heads=1, group=group, page_size=48)
+    root = forest.plant(1400)
+    some = [forest.plant(130, root), forest.plant(300, root)]
+    some += [forest.plant(n, some[-1]) for n in (250, 500)]
+    threads = sl.get_threads()
+    try:
+        for count in (1, 2):  # two of them share the spans of the one head
+            sl.set_threads(count)
+            forest.check(some[:1] + some[2:])
+    finally:
+        sl.set_threads(threads)
+    assert {kind for leaves, _, kind in always if leaves} == {kernel}
+    assert [leaves for leaves, *_ in always] == [1, 1, 0] * 4
+
+
 def test_tasks_share_the_spans_of_a_run(rng, always):
     """One kv head on several threads: tasks leave spans for the last one, which keeps the open span apart."""
     threads = sl.get_threads()
