@@ -190,6 +190,9 @@ CALLS = {
         )
     ),
     ("plan", "threads"): lambda n: repr(sl.plan(q_heads=4, q_len=9, head_dim=8, threads=n(2))),
+    ("plan", "shared_prefix"): lambda n: repr(
+        sl.plan(batch=2, q_heads=4, q_len=1, k_len=9, head_dim=8, shared_prefix=n(5))
+    ),
     ("dilated", "k"): lambda n: repr(sl.dilated(n(2))),
     ("prefix", "n"): lambda n: repr(sl.prefix(n(2))),
     ("window", "left right"): lambda n: repr(sl.window(n(2), n(1))),

@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "the last of a block's tasks merges all spans but the first",
         "cpu/kernels/forward.py",
-        'high, first = panel.word("high"), self.first_key // SPAN',
-        'high, first = panel.word("high"), self.first_key // SPAN + 1',
+        "with k.range(first, end) as span:\n                    k.call(self.parts.merge",
+        "with k.range(first + 1, end) as span:\n                    k.call(self.parts.merge",
         "tests/conformance/attention/test_latents.py -k tasks_that_share",
     ),
     Mutation(
