@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "what sequences share is kept for other lengths",
         "cpu/engine/cpu_engine.py",
-        "(numbers.tobytes(), lengths))",
-        "(numbers.tobytes(), None))",
+        "(numbers.tobytes(), lengths), prepared",
+        "(numbers.tobytes(), None), prepared",
         "tests/conformance/pages/test_shared_prefixes.py -k a_table_that_changed",
     ),
     Mutation(

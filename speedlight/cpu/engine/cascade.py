@@ -98,12 +98,9 @@ class Together:
 def find_together(call: Call, lists: PageLists, lengths: list[int], key: Any) -> Together | None:
     """Finds how sequences that begin with the same pages are taken together; None where that saves nothing.
 
-    lengths: keys of each sequence, whose last query is at the last one. key: equal to the last call's if all that is
-    asked is as it was then, for a model's next layer.
+    lengths: keys of each sequence, whose last query is at the last one. key: of what is asked; the answer is kept beside
+    it, for a model's next layer.
     """
-    last, found = call.together
-    if last is not None and last == key:
-        return found
     found, runs = None, _find_runs(call, lists, lengths)
     if runs:
         found = Together(call, _stages_of(call, runs, lists, lengths), lists)
@@ -192,7 +189,7 @@ class _Search:
         p, how = self.call.problem, self.call.how
         rows = [p.q_lengths[n] * p.group for n in group]
         *apart, together = [seconds_of_key(p, how.isa, n, how.tuning) for n in (*rows, sum(rows))]
-        saved = sum(apart) - together
+        saved = (sum(apart) - together) / (self.call.machine or (1,))[0]
         return sum(apart) > LEAST_RATIO * together and tokens * saved > LEAST_SECONDS
 
 

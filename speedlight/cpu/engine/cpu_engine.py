@@ -92,11 +92,13 @@ class CpuEngine(Engine):
         numbers, lengths = tables.numbers, list(tables.lengths)
         if len({*numbers[:, 0].tolist()}) == len(numbers):
             return prepared
-        with importing:
-            from .cascade import PageLists, find_together
+        key, (last, found) = (numbers.tobytes(), lengths), prepared.call.together
+        if last != key:
+            with importing:
+                from .cascade import PageLists, find_together
 
-        lists = PageLists(numbers, tables.addresses(), page_size)
-        found = find_together(prepared.call, lists, lengths, (numbers.tobytes(), lengths))
+            lists = PageLists(numbers, tables.addresses(), page_size)
+            found = find_together(prepared.call, lists, lengths, key)
         return prepared if found is None else found.in_place_of(prepared)
 
     def storages(self) -> Any:

@@ -647,9 +647,12 @@ class PoolStorage(BlockStorage):
         """Finds the stages of a call in which sequences that share pages are taken together, if that is faster."""
         if len({x.numbers.item(0) for x in tables}) == len(tables):
             return None
+        key, (last, found) = (tables, lengths), call.together
+        if last == key:  # in a model's next layer
+            return found
         page_size = BLOCK if self.kernel_pages.lanes else self.page_size
         lists = PageLists([x.numbers for x in tables], [x.address for x in tables], page_size)
-        return find_together(call, lists, lengths, (tables, lengths))
+        return find_together(call, lists, lengths, key)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""
