@@ -295,7 +295,7 @@ class PageJournal:
         if tokens is None or tokens.last.depth <= tokens.offered:
             return record
         full = min(min(record.lengths) // tokens.page_size, tokens.last.depth)
-        if full <= tokens.offered:
+        if full <= tokens.offered or tokens.last.generation is not self.generation:
             return record
         others, places = self.others, self.places
         for at, filled in enumerate(tokens.pages(tokens.offered, full), tokens.offered):
