@@ -282,23 +282,27 @@ class PageJournal:
             found.append(there)
         return pages, found
 
-    def offer(self, record: SequencePages, replaced: list[int], found: dict[int, PageTokens | None]) -> SequencePages:
+    def offer(
+        self, record: SequencePages, count_harmless: Callable[[int], int], found: dict[int, PageTokens | None]
+    ) -> SequencePages:
         """Adds to `found` the pages of a record that a call fills, unless others have the same tokens already.
 
-        The call stores `found` in `contents` with its records. `replaced`: pages that copies of this call replace.
-        Returns the record that has offered them.
+        The call stores `found` in `contents` with its records. Returns the record that has offered them.
+
+        count_harmless: returns how many other records may list a page, since they leave it or have all its tokens.
         """
         tokens = record.tokens
         if tokens is None or tokens.last.depth <= tokens.offered:
             return record
         full = min(min(record.lengths) // tokens.page_size, tokens.last.depth)
-        if full <= tokens.offered:
+        if full <= tokens.offered or tokens.last.generation is not self.generation:
             return record
         others, places = self.others, self.places
         for at, filled in enumerate(tokens.pages(tokens.offered, full), tokens.offered):
             page, place = record.pages[at], places.get(filled.digest)
-            # a page that others share may be cut or written to by one of them
-            if others[page] <= replaced.count(page) and place not in found and self._place_of(filled.digest) is None:
+            if others[page] > count_harmless(page):  # one of those who share it may write to it
+                continue
+            if place not in found and self._place_of(filled.digest) is None:
                 places[filled.digest] = page
                 found[page] = filled
         if len(places) > 2 * len(others):  # most of them are of pages that have left

@@ -6,6 +6,7 @@ The accounts are the same for every device; an engine's storage keeps the tokens
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from .query import Packed, Query, check_asked, packed_queries, packed_tokens, qu
 from .running import run_packed
 from .saving import (
     CACHE,
+    SavedSequence,
     check_model,
     checked_path,
     copy_sequence,
@@ -352,16 +354,16 @@ class PagePool:
         content = transact(self, {sequence._number}, lambda: copy_sequence(self._storage, self._of(sequence)))
         write(where, CACHE, {"": content}, {})
 
-    def save(self, path: str | Path, sequences: Sequences, *, tokens: Any = None, model: str | None = None) -> None:
+    def save(self, path: str | Path, sequences: Sequences, *, model: str | None = None) -> None:
         """Writes sequences to a .safetensors file, which load() of a pool of the same sizes reads.
 
-        A page that several share is written once. Only the user may read the file, which is written under a temporary
-        name first, then renamed. Appends to these sequences from other threads raise CacheBusy while tokens are copied.
+        The file has each sequence's `tokens` and `extra`; it has no tokens of a sequence if some are not known. A page
+        that several share is written once. Only the user may read the file, which is written under a temporary name
+        first, then renamed. Appends to these sequences from other threads raise CacheBusy while they are copied.
 
         Args:
             path: a name that ends in .safetensors.
             sequences: a list of this pool's sequences, each once.
-            tokens: of each sequence the tokens whose keys and values it has, a list of ints; None where not known.
             model: key of the model that computed them, such as its name and revision. load() asks for the same.
 
         Raises:
@@ -372,14 +374,16 @@ class PagePool:
         >>> import numpy as np, pathlib, tempfile, speedlight as sl
         >>> sizes = dict(layers=1, pages=8, page_size=16, kv_heads=1, head_dim=8)
         >>> pool, x = sl.PagePool(**sizes), np.ones((20, 1, 8), np.float32)
-        >>> prompt = pool.sequence(); pool.append(0, [prompt], x, x); chat = prompt.fork()
+        >>> prompt = pool.sequence(); pool.append(0, [prompt], x, x, tokens=range(20)); chat = prompt.fork()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "prompts.safetensors")
-        ...     pool.save(path, [prompt, chat], tokens=[range(20), None], model="llama")
+        ...     pool.save(path, [prompt, chat], model="llama")
         ...     again = sl.PagePool(**sizes)
-        ...     sequences, tokens = again.load(path, model="llama")
-        >>> sequences, len(tokens[0]), again.free_pages
-        ([PagedSequence(20 tokens, 2 pages), PagedSequence(20 tokens, 2 pages)], 20, 6)
+        ...     sequences = again.load(path, model="llama")
+        >>> sequences, again.free_pages
+        ([PagedSequence(20 tokens, 2 pages), PagedSequence(20 tokens, 2 pages)], 6)
+        >>> sequences[1].tokens == list(range(20)), again.sequence(tokens=range(20)).length()
+        (True, 16)
         """
         where, name = checked_path(path), check_model(model)
         chosen = check_list("sequences", sequences, "sequences of this pool")
@@ -389,15 +393,16 @@ class PagePool:
             raise ArgumentError("sequences: expected one sequence or more, each once; fork() makes another.")
 
         def copy() -> Any:
-            return copy_sequences(self._storage, self.page_size, [self._of(x) for x in chosen], tokens)
+            now = [self._of(x) for x in chosen]
+            return copy_sequences(self._storage, self.page_size, now, self._journal.generation)
 
         write_sequences(where, transact(self, numbers, copy), self.page_size, name)
 
-    def load(self, path: str | Path, *, model: str | None = None) -> tuple[list[PagedSequence], list[list[int]]]:
+    def load(self, path: str | Path, *, model: str | None = None) -> list[PagedSequence]:
         """Reads what save() wrote: makes sequences of free pages of this pool, which share pages as those did.
 
-        Returns:
-            The sequences, and the tokens of each, which are empty where save() did not get them.
+        sequence(tokens=) finds their full pages, unless the pool has the same tokens already, or a sequence shares a
+        page whose tokens it has in part. It finds no sequence that was older than forget() when it was saved.
 
         Raises:
             FileError: the file is missing, damaged, of other sizes, or of another model.
@@ -415,20 +420,37 @@ class PagePool:
             table = storage.extended(storage.new_table(), taken, 0, [])
             for layer, (keys, values) in enumerate(content.pages.parts if taken else []):
                 storage.fill(layer, table, taken, keys, values)
-            made, numbers = [], []
-            for own, lengths in zip(content.tables, content.lengths, strict=True):
-                number = journal.lend(mine)
-                new, handle = self._handle(number)
-                pages = [taken[n] for n in own]
-                table = storage.extended(storage.new_table(), pages, 0, [])
-                journal.share(number, SequencePages(pages, table, lengths, len(pages), handle))
-                made.append(new)
-                numbers.append(number)
+            made = [self._loaded(saved, taken, mine) for saved in content.sequences]
+            numbers = [x._number for x in made]
+            loaded = [self._of(x) for x in made]
+            # besides the loan, these alone list the pages: one in full may be found if all of them have it in full
+            full = Counter([page for x in loaded for page in x.pages[: min(x.lengths) // self.page_size]])
+            found: dict[int, PageTokens | None] = {}
+            offered = [journal.offer(x, full.__getitem__, found) for x in loaded]
+            after = dict(zip(numbers, offered, strict=True))
+            owned = map(journal.unowned.pop, numbers)
+            records, contents = journal.records, journal.contents
+            records |= after
+            contents |= found
             # from here on their handles own them; the loan gives back its share once the call has ended
-            _ = [*map(journal.unowned.pop, numbers)]
+            _ = [*owned]
             return made
 
-        return transact(self, mine, change), content.tokens
+        return transact(self, mine, change)
+
+    def _loaded(self, saved: SavedSequence, taken: list[int], mine: set[Any]) -> PagedSequence:
+        """Makes a sequence of a file, which a call owns. `taken`: pages that have the contents of the file's."""
+        journal, storage = self._journal, self._storage
+        number = journal.lend(mine)
+        new, handle = self._handle(number)
+        pages = [taken[n] for n in saved.pages]
+        table = storage.extended(storage.new_table(), pages, 0, [])
+        tokens = saved.known_tokens(self.page_size, journal.generation)
+        if tokens is not None:
+            journal.has_tokens = True
+        record = SequencePages(pages, table, saved.lengths, len(pages), handle, tokens)
+        journal.share(number, lambda: record)
+        return new
 
     # --- append and attend
 
@@ -592,7 +614,7 @@ class PagePool:
             if journal.has_tokens:
                 found = {}
                 replaced = [page for loan in returned.values() for page in loan.pages]
-                longer = [journal.offer(x, replaced, found) for x in longer]
+                longer = [journal.offer(x, replaced.count, found) for x in longer]
             batch = Batch([x[1] for x in longer], starts, totals, counts)
             result = run_packed(self._storage, layer, batch, packed)
             after = dict(zip(numbers, longer, strict=True))

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError, shown
 
 _CODE = "q"  # tokens are kept as int64
 _BYTES = array(_CODE).itemsize
+_NO_EXTRA = b"None"
 _EXTRA = "a str, bytes, an int of 64 bits, or a tuple of these"
 
 
@@ -140,19 +141,53 @@ class SequenceTokens(NamedTuple):
 
 def no_tokens(extra: Any, page_size: int, generation: object) -> SequenceTokens:
     """Returns the tokens of a new sequence: none, under a key, which is checked."""
-    return SequenceTokens(PageTokens(_encoded(extra), None, generation), b"", 0, page_size, extra)
+    return SequenceTokens(PageTokens(encode_extra(extra), None, generation), b"", 0, page_size, extra)
 
 
-def _encoded(extra: Any) -> bytes:
-    """Returns a key as bytes; those of different keys differ."""
-    parts = extra if type(extra) is tuple else (extra,)
-    for part in parts:
-        if type(part) not in (str, bytes, int) and extra is not None:
-            way = " Write str(extra)." if part is extra else ""
-            raise ArgumentTypeError(f"extra: expected {_EXTRA}; got {type(part).__name__}.{way}")
-        if type(part) is int and part.bit_length() > 64:  # Python may refuse to print it
-            raise ArgumentError(f"extra: expected {_EXTRA}; got an int of {part.bit_length()} bits.")
-    return repr(extra).encode()
+def encode_extra(extra: Any) -> bytes:
+    """Encodes a caller's key; the codes of different keys differ."""
+    if extra is None:
+        return _NO_EXTRA
+    if type(extra) is tuple:
+        return f"({','.join([_encoded_part(part) for part in extra])})".encode()
+    return _encoded_part(extra, " Write str(extra).").encode()
+
+
+def _encoded_part(part: Any, way: str = "") -> str:
+    """Encodes a str, bytes or an int as a letter and digits."""
+    kind = type(part)
+    if kind is str:
+        return "s" + part.encode("utf-8", "surrogatepass").hex()
+    if kind is bytes:
+        return "b" + part.hex()
+    if kind is not int:
+        raise ArgumentTypeError(f"extra: expected {_EXTRA}; got {kind.__name__}.{way}")
+    if part.bit_length() > 64:  # Python may refuse to print it
+        raise ArgumentError(f"extra: expected {_EXTRA}; got an int of {part.bit_length()} bits.")
+    return f"i{part}"
+
+
+def decode_extra(code: bytes) -> Any:
+    """Decodes the result of encode_extra(); raises ValueError for other bytes."""
+    text = code.decode("ascii")
+    if text.startswith("("):
+        inner = text[1:-1]
+        extra: Any = tuple([_decoded_part(part) for part in inner.split(",")]) if inner else ()
+    else:
+        extra = None if code == _NO_EXTRA else _decoded_part(text)
+    # int() and bytes.fromhex() read more than is ever written
+    if encode_extra(extra) != code:
+        raise ValueError(f"{text[:40]!r} is no key")
+    return extra
+
+
+def _decoded_part(text: str) -> str | bytes | int:
+    """Decodes the result of _encoded_part()."""
+    kind, digits = text[:1], text[1:]
+    if kind == "i":
+        return int(digits)
+    part = bytes.fromhex(digits)
+    return part if kind == "b" else part.decode("utf-8", "surrogatepass")
 
 
 def _number(x: Any, what: str) -> int:

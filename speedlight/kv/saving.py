@@ -9,20 +9,19 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import listed
 from ..arrays.dtypes import CODES, DTYPES, numpy_dtype
 from ..arrays.files import MappedFile, map_arrays, write_arrays
-from ..arrays.integers import integer
-from ..errors import ArgumentError, ArgumentTypeError, FileError, UnsupportedError, of_a_handler
+from ..errors import ArgumentTypeError, FileError, UnsupportedError, of_a_handler
 from ..problem.checks import MOST
 from ..problem.windows import Ring, ring_of
 from .journal import SequencePages
+from .prefixes import SequenceTokens, decode_extra, encode_extra, no_tokens, token_bytes
 from .transaction import transact
 
 _VERSION = 1
@@ -56,13 +55,35 @@ class Saved(NamedTuple):
     parts: list[tuple[list[np.ndarray], list[np.ndarray]]]  # of each layer keys and values, plane by plane
 
 
+class SavedSequence(NamedTuple):
+    """Sequence of a file of pages.
+
+    pages: their numbers in the file, in order.
+    lengths: tokens of each layer.
+    tokens: one int for each token of the longest layer; none if they are not all known.
+    extra: the caller's key.
+    is_forgotten: whether it was older than the pool's last forget().
+    """
+
+    pages: list[int]
+    lengths: list[int]
+    tokens: list[int]
+    extra: Any
+    is_forgotten: bool
+
+    def known_tokens(self, page_size: int, generation: object) -> SequenceTokens | None:
+        """Returns its tokens as a pool has them. `generation`: the pool's, in which they can be found."""
+        if not self.tokens and self.extra is None and not self.is_forgotten:
+            return None
+        empty = no_tokens(self.extra, page_size, object() if self.is_forgotten else generation)
+        return empty.extended(0, 0, token_bytes(self.tokens, None))
+
+
 class SavedSequences(NamedTuple):
-    """Sequences of a pool: their pages side by side, as a cache of one sequence, and what each has of them."""
+    """Sequences of a pool, and their pages side by side, as a cache of one sequence."""
 
     pages: Saved
-    tables: list[list[int]]  # numbers of pages in `pages`, in order
-    lengths: list[list[int]]  # of each sequence its tokens in each layer
-    tokens: list[list[int]]  # as the caller knows them; none where he does not
+    sequences: list[SavedSequence]
 
 
 def checked_path(path: Any) -> Path:
@@ -133,8 +154,11 @@ def copy_sequence(storage: Any, record: SequencePages) -> Saved:
     return Saved(sizes, storage.shape.dtype, [([n], [n]) for n in lengths], parts)
 
 
-def copy_sequences(storage: Any, page_size: int, records: list[SequencePages], tokens: Any) -> SavedSequences:
-    """Copies sequences of a pool; a page that several have is copied once. Behind their tokens are zeros."""
+def copy_sequences(storage: Any, page_size: int, records: list[SequencePages], generation: object) -> SavedSequences:
+    """Copies sequences of a pool; a page that several have is copied once. Behind their tokens are zeros.
+
+    generation: PageJournal.generation of the pool.
+    """
     held = [record.held() for record in records]
     pages = list(dict.fromkeys(itertools.chain(*held)))
     numbers = {page: n for n, page in enumerate(pages)}
@@ -154,8 +178,16 @@ def copy_sequences(storage: Any, page_size: int, records: list[SequencePages], t
     content = Saved(
         _sizes_of_pages(storage.shape, max(1, room)), storage.shape.dtype, [([room], [room])] * len(parts), parts
     )
-    lengths = [record.lengths for record in records]
-    return SavedSequences(content, [[numbers[page] for page in own] for own in held], lengths, _listed(tokens, lengths))
+    sequences = []
+    for record, own in zip(records, held, strict=True):
+        tokens, longest = record.tokens, max(record.lengths)
+        known, extra, is_forgotten = [], None, False
+        if tokens is not None:
+            known = tokens.numbers() if tokens.length == longest else []
+            extra, is_forgotten = tokens.extra, tokens.last.generation is not generation
+        pages_of_file = [numbers[page] for page in own]
+        sequences.append(SavedSequence(pages_of_file, record.lengths, known, extra, is_forgotten))
+    return SavedSequences(content, sequences)
 
 
 def _sizes_of_pages(shape: Any, capacity: int) -> dict[str, int]:
@@ -165,34 +197,22 @@ def _sizes_of_pages(shape: Any, capacity: int) -> dict[str, int]:
     return sizes | ({"latent": True} if shape.latent else {})
 
 
-def _listed(tokens: Any, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Checks the tokens that a caller gives for each sequence: as many as its longest layer has, or None."""
-    if tokens is None:
-        return [[] for _ in lengths]
-    given = listed(tokens, "tokens", "a list of ints for each sequence")
-    if len(given) != len(lengths):
-        raise ArgumentError(f"tokens: expected {len(lengths)} lists, one for each sequence; got {len(given)}.")
-    found = []
-    for n, (one, each) in enumerate(zip(given, lengths, strict=True)):
-        found.append([] if one is None else [integer("tokens", x) for x in listed(one, "tokens", "ints")])
-        if one is not None and len(found[-1]) != max(each):
-            raise ArgumentError(
-                f"tokens: expected {max(each)} tokens of sequence {n}, as it has; got {len(found[-1])}. Give None for "
-                "a sequence whose tokens are not known."
-            )
-        if not all([-MOST <= x <= MOST for x in found[-1]]):
-            raise ArgumentError(f"tokens: expected numbers from -2^46 to 2^46; sequence {n} has others.")
-    return found
-
-
 def write_sequences(path: Path, saved: SavedSequences, page_size: int, model: str) -> None:
     """Writes sequences of a pool."""
-    rows = {"pages": saved.tables, "tokens": saved.tokens}
-    arrays = {"sequence_lengths": np.array(saved.lengths, np.int64).reshape(len(saved.lengths), -1)}
+    sequences = saved.sequences
+    rows = {
+        "pages": [x.pages for x in sequences],
+        "tokens": [x.tokens for x in sequences],
+        "extra": [[*encode_extra(x.extra)] for x in sequences],
+    }
+    arrays = {
+        "sequence_lengths": np.array([x.lengths for x in sequences], np.int64),
+        "sequence_forgotten": np.array([x.is_forgotten for x in sequences], np.int64),
+    }
     for name, lists in rows.items():
         arrays[f"sequence_{name}"] = np.array([*itertools.chain(*lists)], np.int64)
         arrays[f"sequence_{name}_count"] = np.array([len(x) for x in lists], np.int64)
-    words = {"page_size": str(page_size), "sequences": str(len(saved.tables)), "model": model}
+    words = {"page_size": str(page_size), "sequences": str(len(sequences)), "model": model}
     write(path, PAGES, {"": saved.pages}, words, arrays)
 
 
@@ -284,17 +304,29 @@ def read_sequences(path: Path, pool: Any, model: str) -> SavedSequences:
         raise FileError(
             f"{path}: expected pages of latent={shape.latent}, as this pool has; got those of another kind."
         )
-    tables, tokens = (_rows(path, file.arrays, f"sequence_{name}") for name in ("pages", "tokens"))
+    tables, tokens, extras = (_rows(path, file.arrays, f"sequence_{name}") for name in ("pages", "tokens", "extra"))
     lengths = _array(path, file.arrays, "sequence_lengths", (len(tables), pool.layers))
+    forgotten = _array(path, file.arrays, "sequence_forgotten", (len(tables),))
     room, size = content.held[0][0][0], pool.page_size
     used = -(-lengths.max(1, initial=0) // size)
-    fits = len(tokens) == len(tables) and [len(x) for x in tables] == used.tolist() and (lengths >= 0).all()
+    fits = len(tokens) == len(extras) == len(tables) and [len(x) for x in tables] == used.tolist()
+    fits &= bool((lengths >= 0).all()) and {*forgotten.tolist()} <= {0, 1}
     fits &= all([([n], [n]) == pair for pair in content.held for n in [room]])
     fits &= {*itertools.chain(*tables)} == {*range(room // size)} and not any([len({*x}) < len(x) for x in tables])
     fits &= all([len(x) in (0, n) for x, n in zip(tokens, lengths.max(1, initial=0).tolist(), strict=False)])
     if not fits:
         raise FileError(f"{path}: damaged; its sequences do not fit its pages.")
-    return SavedSequences(content, tables, lengths.tolist(), tokens)
+    keys = [_key(path, code) for code in extras]
+    rows = zip(tables, lengths.tolist(), tokens, keys, forgotten.astype(bool).tolist(), strict=True)
+    return SavedSequences(content, [SavedSequence(*row) for row in rows])
+
+
+def _key(path: Path, code: list[int]) -> Any:
+    """Returns the `extra` key of a sequence."""
+    try:
+        return decode_extra(bytes(code))
+    except ValueError as error:
+        raise FileError(f"{path}: damaged; expected the code of a key as extra ({error}).") from None
 
 
 def _rows(path: Path, arrays: dict[str, np.ndarray], name: str) -> list[list[int]]:

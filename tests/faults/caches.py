@@ -297,9 +297,37 @@ MUTATIONS = (
     Mutation(
         "loaded sequences are also their call's",
         "kv/pool.py",
-        "            _ = [*map(journal.unowned.pop, numbers)]\n",
+        "            _ = [*owned]\n",
         "",
         "tests/conformance/pages/test_pages_saved.py -k come_back",
+    ),
+    Mutation(
+        "loaded prompts are not found",
+        "kv/pool.py",
+        "            contents |= found\n            # from",
+        "            # from",
+        "tests/conformance/pages/test_pages_saved.py -k are_found",
+    ),
+    Mutation(
+        "a loaded page is found that a sequence has in part",
+        "kv/pool.py",
+        "for page in x.pages[: min(x.lengths) // self.page_size]]",
+        "for page in x.pages]",
+        "tests/conformance/pages/test_pages_saved.py -k has_in_part",
+    ),
+    Mutation(
+        "forgotten pages are found after loading",
+        "kv/saving.py",
+        "object() if self.is_forgotten else generation",
+        "generation",
+        "tests/conformance/pages/test_pages_saved.py -k was_forgotten",
+    ),
+    Mutation(
+        "a file may have keys that no call has written",
+        "kv/prefixes.py",
+        "if encode_extra(extra) != code:",
+        "if encode_extra(extra) is None:",
+        "tests/conformance/pages/test_pages_saved.py -k keys_come_back",
     ),
     Mutation(
         "a file may hold a ring that has lost what is still seen",
@@ -353,8 +381,8 @@ MUTATIONS = (
     Mutation(
         "a key is no part of what is found",
         "kv/prefixes.py",
-        "PageTokens(_encoded(extra), None,",
-        'PageTokens(_encoded(extra) and b"", None,',
+        "PageTokens(encode_extra(extra), None,",
+        'PageTokens(encode_extra(extra) and b"", None,',
         "tests/conformance/pages/test_shared_prompts.py -k only_an_equal_key",
     ),
     Mutation(
@@ -414,8 +442,8 @@ MUTATIONS = (
     Mutation(
         "a page that a cut fork shares is entered",
         "kv/journal.py",
-        "others[page] <= replaced.count(page) and ",
-        "",
+        "if others[page] > count_harmless(page):",
+        "if others[page] > len(others):",
         "tests/conformance/pages/test_shared_prompts.py -k cut_fork_shares",
     ),
     Mutation(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
+from pathlib import Path
 
 import numpy as np
 from conftest import FULL
@@ -78,6 +80,30 @@ class PromptMachine(RuleBasedStateMachine):
         self.findable.clear()
         self.model = [(s, tokens, [False]) for s, tokens, _ in self.model]
         assert self.pool.statistics()["pages_kept"] == 0
+
+    @precondition(lambda self: self.model and len(self.model) < 5)
+    @rule(some=st.sets(st.integers(0, 4), min_size=1))
+    def save_and_load(self, some):
+        """Loads copies of sequences; a prompt from before forget() is not found among them either."""
+        chosen = [self.model[n] for n in some if n < len(self.model)][: 5 - len(self.model)]
+        if not chosen:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "a.safetensors")
+            self.pool.save(path, [sequence for sequence, *_ in chosen])
+            before = self.state()
+            try:
+                loaded = self.pool.load(path)
+            except sl.CacheFull as error:
+                assert error.needed > error.free == self.pool.free_pages
+                assert self.state() == before
+                return
+        for new, (old, tokens, told) in zip(loaded, chosen, strict=True):
+            assert new.tokens == old.tokens and new.extra == old.extra
+            self.model.append((new, list(tokens), list(told)))
+            if told[0]:
+                full = min(map(len, tokens))
+                self.findable |= {(new.extra, tuple(new.tokens[:n])) for n in range(SIZE, full + 1, SIZE)}
 
     @precondition(lambda self: self.model)
     @rule(which=st.integers(0, 4), share=st.floats(0, 1))
