@@ -98,8 +98,8 @@ class Together:
 def find_together(call: Call, lists: PageLists, lengths: list[int], key: Any) -> Together | None:
     """Finds how sequences that begin with the same pages are taken together; None where that saves nothing.
 
-    lengths: keys of each sequence, whose last query is at the last one. key: of what is asked; the answer is kept beside
-    it, for a model's next layer.
+    lengths: keys of each sequence, whose last query is at the last one. key: of what is asked, beside which the answer
+    is kept, for a model's next layer.
     """
     found, runs = None, _find_runs(call, lists, lengths)
     if runs:
