@@ -263,3 +263,14 @@ def test_pages_that_a_shortened_sequence_got_are_looked_at_again(rng, always):
         pool.append(0, [sequences[0][side]], *fresh, new_lengths=[1300 - 608])
     check()
     assert sequences[0][0].length() == 1300 and always
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (17, 33), (72, 20)], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_dims_that_no_vector_divides(rng, kind, dims, always):
+    """States have their last columns, in the kernels of few rows and of many."""
+    for group in (1, 16):
+        forest = Forest(rng, kind, group=group, d=dims[0], dv=dims[1])
+        root = forest.plant(1200)
+        forest.check([root, *(forest.plant(n, root) for n in (3, 5))])
+    assert any(leaves for leaves, *_ in always)
