@@ -467,4 +467,25 @@ MUTATIONS = (
         "",
         "tests/conformance/pages/test_shared_prompts.py -k room_leaves_the_index",
     ),
+    Mutation(
+        "other pages extend the table that a kept answer is known by",
+        "kv/pool.py",
+        "table = self._storage.copied(table)",
+        "table = old.table",
+        "tests/conformance/pages/test_shared_prefixes.py -k shortened_sequence_got",
+    ),
+    Mutation(
+        "kept stages are another prefix's",
+        "cpu/engine/storage.py",
+        "(heads, self.shared, piece.after), call.together",
+        "(0, self.shared, piece.after), call.together",
+        "tests/conformance/caches/test_caches_prefix.py -k other_prefixes",
+    ),
+    Mutation(
+        "a prefix is frozen for the cache that shares least of it",
+        "cpu/engine/storage.py",
+        "read = max([x.shared",
+        "read = min([x.shared",
+        "tests/conformance/caches/test_caches_prefix.py -k as_far_as",
+    ),
 )

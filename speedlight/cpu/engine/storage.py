@@ -250,10 +250,11 @@ class CacheStorage(BlockStorage):
 
     def _stages(self, call: Call, piece: Piece) -> Together:
         """Returns the stages of a call: the prefix, then each sequence's own tokens."""
-        key, (last, found) = (self.prefix, self.shared, piece.after), call.together
+        assert self.prefix is not None
+        heads = self.prefix.keys[0].memory.strides[1], self.prefix.values[0].memory.strides[1]
+        # not the prefix, whose memory what is kept would hold
+        key, (last, found) = (heads, self.shared, piece.after), call.together
         if last != key:
-            assert self.prefix is not None
-            heads = self.prefix.keys[0].memory.strides[1], self.prefix.values[0].memory.strides[1]
             lists = PageLists((), [self.numbers] * self.batch, TILE)
             found = after_prefix(call, self.shared, lists, piece.after, heads)
             call.together = key, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -190,6 +191,50 @@ def test_a_prefix_outlives_its_handle(rng):
     gc.collect()
     twins.check(1)
     twins.check_contents()
+
+
+def test_steps_of_one_form_may_have_other_prefixes(rng, runs):
+    """What is kept of a step is right for memory of other strides, and for another end of the prefix."""
+    begun, x = [], rng.standard_normal((1, 2, 700, 32), np.float32)
+    for capacity in (700, 900):
+        prefix = sl.KVCache(layers=1, kv_heads=2, head_dim=32, capacity=capacity)
+        for part in (x[:, :, :600], x[:, :, 600:]):
+            prefix.append(0, part, part)
+            begun.append(sl.KVCache.from_prefix(prefix, 3, capacity=1000))
+    assert [cache.used_bytes // cache.token_bytes for cache in begun] == [3 * 88, 3 * 60] * 2
+    rest = rng.standard_normal((3, 2, 100, 32), np.float32)
+    for cache in begun[::2]:
+        cache.append(0, rest, rest)
+    q, new = rng.standard_normal((3, 8, 1, 32), np.float32), rng.standard_normal((3, 2, 1, 32), np.float32)
+    for _ in range(2):
+        for cache in (begun[0], begun[2], begun[3], begun[1]):  # next to each other they differ in one of the two
+            copies = cache.copy()
+            assert cache.attend(0, q, new, new).tobytes() == copies.attend(0, q, new, new).tobytes()
+    assert len(runs) == 2 * len(begun)
+
+
+def test_a_prefix_is_freed_with_its_caches(rng, runs):
+    twins = Twins(rng, "float32", 600)
+    twins.check(1)
+    held = weakref.ref(twins.prefix._storage)
+    del twins
+    runs.clear()
+    gc.collect()
+    assert held() is None
+
+
+def test_a_prefix_is_frozen_as_far_as_any_cache_begins_with_it(rng):
+    prefix, x = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=900), np.ones((1, 1, 400, 4), np.float32)
+    caches = []
+    for _ in range(2):
+        prefix.append(0, x, x)
+        caches.append(sl.KVCache.from_prefix(prefix, 1))
+    for most in (768, 384):
+        with pytest.raises(sl.ArgumentError, match=f"first {most} tokens to stay"):
+            prefix.truncate(most - 1)
+        prefix.truncate(most)
+        caches.pop()
+        gc.collect()
 
 
 def test_refusals():

@@ -260,3 +260,35 @@ def test_a_table_that_changed_is_looked_at_again(rng, always):
                 want = sl.attention_paged(q[part], k, v, table[part], lengths[part])
                 assert got[part].tobytes() == want.tobytes()
     assert always
+
+
+def test_pages_that_a_shortened_sequence_got_are_looked_at_again(rng, always):
+    """A kept answer is of the same pages, not of a table that has others by now."""
+    forest = Forest(rng, "float32")
+    root = forest.plant(1300)
+    some = [root, *(forest.plant(n, root) for n in (3, 5))]
+    sequences = [forest.trees[n] for n in some]
+    q = forest.drawn(3, 8, 32)
+
+    def check():
+        got, want = (pool.attend(0, [x[side] for x in sequences], q) for side, pool in enumerate(forest.pools))
+        assert got.tobytes() == want.tobytes()
+
+    check()
+    fresh = forest.tokens(1300 - 608)
+    for side, pool in enumerate(forest.pools):
+        sequences[0][side].truncate(608)  # a whole page: none is copied
+        pool.append(0, [sequences[0][side]], *fresh, new_lengths=[1300 - 608])
+    check()
+    assert sequences[0][0].length() == 1300 and always
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (17, 33), (72, 20)], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_dims_that_no_vector_divides(rng, kind, dims, always):
+    """States have their last columns, in the kernels of few rows and of many."""
+    for group in (1, 16):
+        forest = Forest(rng, kind, group=group, d=dims[0], dv=dims[1])
+        root = forest.plant(1200)
+        forest.check([root, *(forest.plant(n, root) for n in (3, 5))])
+    assert any(leaves for leaves, *_ in always)
