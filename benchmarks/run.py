@@ -172,11 +172,11 @@ def _run_ranks(given: argparse.Namespace, turns: int) -> int:
 
 
 def _run_prompts(given: argparse.Namespace, turns: int) -> int:
-    import prompts
+    import clients
 
-    print(prompts.LEGEND, flush=True)
+    print(clients.LEGEND, flush=True)
     origin = {"commit": _commit()}
-    return write_report(about(), (row | origin for row in prompts.rows(turns)), prompts.line, given.output)
+    return write_report(about(), (row | origin for row in clients.rows(turns)), clients.line, given.output)
 
 
 def _run_base(given: argparse.Namespace, turns: int) -> int:

@@ -350,7 +350,8 @@ class KVCache:
                 storage.put(layer, lengths, counts, k, v)
             else:
                 if query.lengths is None:
-                    pieces = pieces_of(k.shape[2], lengths, counts, PIECE if ring.size else max(k.shape[2], 1))
+                    most = PIECE if ring.size or storage.shared else max(k.shape[2], 1)
+                    pieces = pieces_of(k.shape[2], lengths, counts, most)
                 else:
                     pieces = [piece_of(query, lengths, *after, ring)]
                 result = attend_pieces(storage, layer, query, pieces, k, v)
@@ -476,17 +477,23 @@ class KVCache:
             raise ArgumentError(f"prefix: expected a cache of batch 1 without a window; got {what}. Use select().")
         if prefix._storage.shared:
             raise ArgumentError("prefix: expected a cache that has all of its tokens itself. Use prefix.copy().")
-        lengths = [tokens for (tokens,), _ in prefix._now()]
-        if len({*lengths}) > 1:
-            raise ArgumentError(f"prefix: expected as many tokens in every layer; got {lengths}.")
         sizes: dict[str, Any] = prefix._sizes() | {"batch": batch}
         if capacity is not None:
             sizes["capacity"] = capacity
         new = cls(**sizes, dtype=prefix.dtype, device=prefix._storage.name)
-        if lengths[0] > new.capacity:
-            raise ArgumentError(f"capacity: expected at least the prefix's {lengths[0]} tokens; got {new.capacity}.")
-        new._storage.begin_with(prefix._storage, lengths[0])
-        new._held = [(lengths[:1] * new.batch, lengths[:1] * new.batch) for _ in lengths]
+
+        def begin() -> None:
+            lengths = [tokens for (tokens,), _ in prefix._now()]
+            if len({*lengths}) > 1:
+                raise ArgumentError(f"prefix: expected as many tokens in every layer; got {lengths}.")
+            if lengths[0] > new.capacity:
+                raise ArgumentError(
+                    f"capacity: expected at least the prefix's {lengths[0]} tokens; got {new.capacity}."
+                )
+            new._storage.begin_with(prefix._storage, lengths[0])
+            new._held = [(lengths[:1] * new.batch, lengths[:1] * new.batch) for _ in lengths]
+
+        transact(prefix, set(range(prefix.layers)), begin)  # other threads cannot write to it meanwhile
         return new
 
     def _sizes(self) -> dict[str, Any]:

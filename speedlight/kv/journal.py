@@ -270,16 +270,18 @@ class PageJournal:
         """Returns the indexed pages of the longest prefix of `wanted`, and their tokens."""
         pages: list[int] = []
         found: list[PageTokens] = []
+        known = set[int]()  # pages of the prefix, of whichever sequence
         for tokens in wanted:
             page = self._place_of(tokens.digest)
             there = None if page is None else self.contents[page]
             before = found[-1] if found else tokens.parent
             if page is None or there is None or there.tokens != tokens.tokens:
                 break
-            if not is_same_prefix(there.parent, before):
+            if not is_same_prefix(there.parent, before, known):
                 break
             pages.append(page)
             found.append(there)
+            known.add(id(there))
         return pages, found
 
     def offer(

@@ -294,10 +294,8 @@ class PagePool:
         """Returns the record of a sequence of `length` tokens, and a loan of the pages that it no longer has."""
         used = -(-length // self.page_size)
         tokens = None if old.tokens is None else old.tokens.cut(length)
-        left, table = old.pages[used : old.used], old.table
-        if left:  # who shared these pages is kept by the table, which other pages would extend in place
-            table = self._storage.copied(table)
-        after = {number: old._replace(table=table, lengths=[length] * self.layers, used=used, tokens=tokens)}
+        left = old.pages[used : old.used]
+        after = {number: old._replace(lengths=[length] * self.layers, used=used, tokens=tokens)}
         if left:
             after[self._journal.lend(mine)] = loan_of(left)
         return after

@@ -44,12 +44,20 @@ class PageTokens:
         return PageTokens(tokens, self, self.generation)
 
 
-def is_same_prefix(one: PageTokens | None, other: PageTokens | None) -> bool:
-    """Compares two prefixes of as many pages token by token, back to where they are one object."""
-    while one is not other:
+def is_same_prefix(one: PageTokens | None, other: PageTokens | None, known: set[int]) -> bool:
+    """Compares two prefixes of as many pages token by token, back to where they are one object.
+
+    known: ids of pages that the other prefix is known to have, to which those of `one` are added.
+    """
+    found = set[int]()
+    if one is not None and other is not None and one.depth != other.depth:
+        return False
+    while one is not other and id(one) not in known:
         if one is None or other is None or one.tokens != other.tokens:
             return False
+        found.add(id(one))
         one, other = one.parent, other.parent
+    known |= found
     return True
 
 

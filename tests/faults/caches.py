@@ -395,8 +395,8 @@ MUTATIONS = (
     Mutation(
         "the tokens before a page are not compared",
         "kv/journal.py",
-        "if not is_same_prefix(there.parent, before):",
-        "if is_same_prefix(there.parent, before) is None:",
+        "if not is_same_prefix(there.parent, before, known):",
+        "if is_same_prefix(there.parent, before, known) is None:",
         "tests/conformance/pages/test_shared_prompts.py -k 'equal_digest or parent'",
     ),
     Mutation(
@@ -469,9 +469,9 @@ MUTATIONS = (
     ),
     Mutation(
         "other pages extend the table that a kept answer is known by",
-        "kv/pool.py",
-        "table = self._storage.copied(table)",
-        "table = old.table",
+        "cpu/engine/storage.py",
+        "return _Table(table.numbers)",
+        "return table",
         "tests/conformance/pages/test_shared_prefixes.py -k shortened_sequence_got",
     ),
     Mutation(

@@ -111,11 +111,11 @@ def test_whole_models(tmp_path, monkeypatch, capsys):
 def test_clients_of_a_prompt(tmp_path, monkeypatch, capsys):
     """Small ones: the memory of both ways, a client after the other and all together; and one whose results differ."""
     import pictures
-    import prompts
+    import clients
     import run
 
-    sizes = prompts.Sizes(clients=3, prompt=160, question=20, layers=1, heads=2, kv_heads=1, vocabulary=50)
-    monkeypatch.setattr(prompts.rows, "__defaults__", (sizes,))
+    sizes = clients.Sizes(clients=3, prompt=160, question=20, layers=1, heads=2, kv_heads=1, vocabulary=50)
+    monkeypatch.setattr(clients.rows, "__defaults__", (sizes,))
     assert run.main(["prompts", "--turns", "2", "-o", str(tmp_path / "r.json")]) == 0
     assert "3 clients, a prompt of 160 tokens, questions of 20: shared" in capsys.readouterr().out
     report = json.loads((tmp_path / "r.json").read_text())
@@ -125,7 +125,7 @@ def test_clients_of_a_prompt(tmp_path, monkeypatch, capsys):
     assert len(set(row["seconds"]["shared"])) == 1 and row["seconds"]["apart"] == sorted(row["seconds"]["apart"])
     pictures.prompt_bars(report, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
-    monkeypatch.setattr(prompts, "_SLACK", -1.0)
+    monkeypatch.setattr(clients, "_SLACK", -1.0)
     assert run.main(["prompts", "--turns", "1"]) == 1 and "REFUSED: logits differ by" in capsys.readouterr().out
 
 

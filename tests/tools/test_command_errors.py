@@ -115,7 +115,7 @@ ERRORS = [
     ("accuracy EXAMPLE --layout hld", "q: expected "),
     ("check EXAMPLE", "`speedlight check --help` says what there is."),
     ("tune --device tpu", "--device: expected cpu, cuda, cuda:0, …; got 'tpu'"),
-    ("tune --kind x", "--kind: expected one of full, masked, decode; got 'x'."),
+    ("tune --kind x", "--kind: expected one of full, causal, masked, decode; got 'x'."),
     ("tune --head-dim 65", "--head-dim: expected one of 64, 128, 256, 512; got 65."),
     ("tune --dtype int8", "--dtype: expected one of float16, bfloat16, float32; got 'int8'."),
     ("tune --turns 0", "--turns: expected at least 1; got 0."),

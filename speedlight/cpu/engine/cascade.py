@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...problem.prepared import CallKey, Prepared, addresses_in, prepared_calls
+from ...problem.prepared import Prepared, addresses_in
 from ...problem.problem import TILE
 from ..memory.records import ITEM, ROW_AT
 from ..runtime.launch import give_scratch, take_scratch
@@ -23,6 +23,7 @@ from .schedule import seconds_of_key
 
 LEAST_SECONDS = 100e-6  # that a run saves, at least: about what it takes to find it
 LEAST_RATIO = 1.1  # of the time without it to the time with it
+_STAGES = 8  # that a call keeps
 
 
 class PageLists(NamedTuple):
@@ -130,9 +131,13 @@ def after_prefix(call: Call, tokens: int, lists: PageLists, lengths: list[int], 
 
 
 def _staged(call: Call, counts: tuple[int, ...], *, leaves: bool, heads: tuple[int, int] | None = None) -> Call:
-    """Prepares a stage's call, or takes the one that is kept."""
-    key = CallKey("stage", (counts, leaves, heads), None, call.machine, call)
-    return prepared_calls.made(key, lambda: call.staged(counts, leaves=leaves, heads=heads))
+    """Prepares a stage's call, or takes the one that the call keeps."""
+    key, kept = (counts, leaves, heads), call.stages
+    stage = kept.get(key)
+    if stage is None:
+        stage = call.staged(counts, leaves=leaves, heads=heads)
+        call.stages = {**(kept if len(kept) < _STAGES else {}), key: stage}
+    return stage
 
 
 def _find_runs(call: Call, lists: PageLists, lengths: list[int]) -> list[list[Run]]:

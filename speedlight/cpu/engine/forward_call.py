@@ -119,7 +119,7 @@ def _shape(
 class Call:
     """A problem with layouts and strides fixed: only addresses are missing.
 
-    Never changed once it is used but for what it keeps as one tuple, so that threads may share it.
+    Never changed once it is used but for what it keeps as one object, so that threads may share it.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class Call:
         self.in_parts, self.lies = in_parts, {"cached": cached, "latent": latent, "in_parts": in_parts}
         self.strides = strides
         self.together: Any = (None, None)  # what the last sequences shared, and how they were taken (cascade.py)
+        self.stages: dict[Any, Call] = {}
         self.rows = 0  # the dimension of q's rows, where it runs for any number of keys
         self.places: tuple[Place, ...] = ()  # of the arrays in mask and score
         self.record: Any = None  # for machine code, once it runs again

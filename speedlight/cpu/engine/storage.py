@@ -410,14 +410,14 @@ class CacheStorage(BlockStorage):
 
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
         """Prepares a piece's call: the problem is checked, nothing is written."""
+        if len(q.shape) == 4:
+            q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
         if self.shared and not self._goes_on(q, piece, options):
             self._leave_prefix()
         if self.shared and piece.counts is None and not options.dropout and (known := options.key()) is not None:
             spans = spans_of(max(piece.after))
-            key = "staged", q.shape, q.strides, q.dtype, known, spans
-            return self.steps.made(key, lambda: self._call_of_step(q, spans, options))
-        if len(q.shape) == 4:
-            q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
+            key = "staged", q.shape, q.strides, q.dtype, out_strides, known, spans
+            return self.steps.made(key, lambda: self._call_of_step(q, spans, options, out_strides))
         stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
         return self._prepare(from_stored(q, stored, replace(options, q_lengths=piece.counts)), q, out_strides)
 
@@ -467,13 +467,14 @@ class CacheStorage(BlockStorage):
 
         # it depends on no length beyond the spans: items_for() puts lengths and rows in
         key = "step", q.shape, q.strides, q.dtype, known, most
-        return self.steps.made(key, lambda: Prepared(self._call_of_step(q, most, options)))
+        out_strides = _out_strides(q, self.shape.value_dim)
+        return self.steps.made(key, lambda: Prepared(self._call_of_step(q, most, options, out_strides)))
 
-    def _call_of_step(self, q: Array, spans: int, options: Options) -> Call:
+    def _call_of_step(self, q: Array, spans: int, options: Options, out_strides: tuple[int, ...]) -> Call:
         """Prepares a call for any lengths of so many spans."""
         longest, shortest = [min(spans * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
         stored = self.shape.stored(longest, hiding=self.ring.mask(bool(options.causal)), shortest=shortest)
-        return self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
+        return self._prepare(from_stored(q, stored, options), q, out_strides)
 
     def _goes_on(self, q: Array, piece: Piece, options: Options) -> bool:
         """Returns whether every query sees the whole prefix, but for what a mask hides."""
@@ -574,7 +575,8 @@ class PoolStorage(BlockStorage):
         for at in (*moved, *range(used, len(pages))):
             first = pages[at] * self.numbers_per_page
             table.numbers[at * entries : (at + 1) * entries] = range(first, first + entries)
-        return table
+        # another object, by which a kept answer (cascade.py) knows that what is behind the first pages has changed
+        return _Table(table.numbers)
 
     # --- tokens in and out
 

@@ -96,6 +96,14 @@ def test_latents(rng, kind, runs):
     assert runs
 
 
+def test_a_long_chunk_comes_in_pieces(rng, runs):
+    twins = Twins(rng, "float32", 300)
+    twins.check(600)
+    assert len(runs) == 3
+    twins.check(1)
+    assert twins.shared.lengths(0) == twins.apart.lengths(0) == (901, 901, 901)
+
+
 def test_tokens_are_held_once(rng):
     twins = Twins(rng, "float32", 1200)
     assert twins.apart.used_bytes == 2 * 3 * 1200 * twins.apart.token_bytes

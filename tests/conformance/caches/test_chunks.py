@@ -119,3 +119,23 @@ def test_of_those_who_see_everything_there_may_be_any_number(rng):
             some = kept.cache.attend(0, q[:12].swapaxes(0, 1)[None].repeat(2, 0), q_lengths=[12, 4])
             assert not some[1, :, 4:].any()
         assert np.isfinite(some).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_lies_past_the_last_token_changes_nothing(rng, dtype, rows):
+    """Tokens that truncate() has dropped stay in memory: of a block that is read whole, none of them counts."""
+    q, k, v = (x.swapaxes(0, 1)[None] for x in packed(rng, dtype, 64, 32, 32))
+    caches = [sl.KVCache(layers=1, kv_heads=2, head_dim=32, capacity=64, dtype=dtype) for _ in range(2)]
+    if dtype != "float8_e4m3fn":
+        caches[0].append(0, np.full_like(k, np.nan), np.full_like(v, np.nan))
+    else:
+        caches[0].append(0, k * 1000, v * 1000)
+    caches[0].truncate(0)
+    for n in range(41, 56):
+        results = []
+        for cache in caches:
+            cache.truncate(0)
+            cache.append(0, k[:, :, :n], v[:, :, :n])
+            results.append(cache.attend(0, q[:, :, :rows]).tobytes())
+        assert results[0] == results[1]
