@@ -302,7 +302,8 @@ class PageJournal:
         others, places = self.others, self.places
         for at, filled in enumerate(tokens.pages(tokens.offered, full), tokens.offered):
             page, place = record.pages[at], places.get(filled.digest)
-            if others[page] > count_harmless(page):  # one of those who share it may write to it
+            # one of those who share it may write to it
+            if others[page] > count_harmless(page):
                 continue
             if place not in found and self._place_of(filled.digest) is None:
                 places[filled.digest] = page

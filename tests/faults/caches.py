@@ -451,7 +451,14 @@ MUTATIONS = (
         "kv/journal.py",
         " and tokens.generation is self.generation",
         "",
-        "tests/conformance/pages/test_shared_prompts.py -k statistics",
+        "tests/conformance/pages/test_shared_prompts.py -k pool_forgets",
+    ),
+    Mutation(
+        "sequences from before forget() enter their pages",
+        "kv/journal.py",
+        "if full <= tokens.offered or tokens.last.generation is not self.generation:",
+        "if full <= tokens.offered:",
+        "tests/conformance/pages/test_pages_saved.py -k was_forgotten",
     ),
     Mutation(
         "a page that is withdrawn is found by a lookup that began before",

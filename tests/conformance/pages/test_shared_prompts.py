@@ -14,6 +14,7 @@ from prompts import KINDS, SIZE, append, assert_computed, computed, found_of, ma
 from threads import together
 
 import speedlight as sl
+from speedlight.kv import pool as pools
 from speedlight.kv import prefixes
 
 PROMPT = list(range(100, 150))  # three pages, and two tokens
@@ -389,6 +390,27 @@ def test_statistics_and_forgetting():
     live.free()
     new.free()
     assert pool.statistics()["pages_kept"] == 3 and found_of(pool, PROMPT) == 48
+
+
+def test_a_page_that_is_filled_while_the_pool_forgets_is_not_found(monkeypatch):
+    """As a signal handler or another thread may call it; nor once the digests are collected anew."""
+    pool, real = made(), pools.run_packed
+
+    def forgetting(*given):
+        result = real(*given)
+        pool.forget()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pools, "run_packed", forgetting)
+        sequence, _ = prompted(pool, PROMPT)
+    assert found_of(pool, PROMPT) == 0
+    pool._journal.places |= {b"%d" % n: 0 for n in range(2 * pool.pages)}
+    other, _ = prompted(pool, [1] * 16)
+    assert len(pool._journal.places) <= pool.pages and found_of(pool, PROMPT) == 0
+    sequence.free()
+    assert found_of(pool, PROMPT) == 0 and pool.statistics()["pages_kept"] == 0
+    check_accounts(pool, [other])
 
 
 def test_a_pool_without_tokens_keeps_nothing(rng):
