@@ -517,8 +517,10 @@ class KVCache:
     save_with = saved.save_cache
 
     @classmethod
-    def load(cls, path: str | Path, *, device: Any = "cpu") -> KVCache:
+    def load(cls, path: str | Path, *, device: Any = "cpu", capacity: int | None = None) -> KVCache:
         """Reads what save() wrote, on any device. Every size is checked before anything is reserved.
+
+        capacity: most tokens of a sequence, where they are to be others than those of the cache that was saved.
 
         Raises:
             FileError: the file is missing, damaged, or something else.
@@ -527,4 +529,11 @@ class KVCache:
         where = saved.checked_path(path)
         file = saved.open_file(where, saved.CACHE)
         saved.check_whole(where, file.words)
-        return saved.make_filled(where, saved.read(where, file), lambda **sizes: cls(**sizes, device=device))
+        content = saved.read(where, file)
+        if capacity is not None:
+            least = max([max(lengths, default=0) for lengths, _ in content.held])
+            if "window" in content.sizes or (most := integer("capacity", capacity)) < max(least, 1):
+                what = "None, as the cache has a window" if "window" in content.sizes else f"at least {least} tokens"
+                raise ArgumentError(f"capacity: expected {what}; got {capacity}.")
+            content.sizes["capacity"] = most
+        return saved.make_filled(where, content, lambda **sizes: cls(**sizes, device=device))

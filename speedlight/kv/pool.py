@@ -214,6 +214,7 @@ class PagePool:
             def make() -> SequencePages:
                 pages, found = journal.find(wanted)
                 known = empty._replace(last=found[-1], offered=len(found)) if found else empty
+                known = known.expecting(prompt)
                 table = self._storage.extended(self._storage.new_table(), pages, 0, [])
                 return SequencePages(pages, table, [known.length] * self.layers, len(pages), handle, known)
 

@@ -69,6 +69,7 @@ class SequenceTokens(NamedTuple):
     offered: number of its pages that were offered to the index.
     page_size: tokens of a page.
     extra: the caller's key.
+    ahead: tokens of the prompt that sequence() looked up, behind those of the sequence, as bytes.
     """
 
     last: PageTokens
@@ -76,6 +77,7 @@ class SequenceTokens(NamedTuple):
     offered: int
     page_size: int
     extra: Any
+    ahead: bytes = b""
 
     @property
     def length(self) -> int:
@@ -116,18 +118,28 @@ class SequenceTokens(NamedTuple):
         common = min(known * _BYTES, len(new))
         before = self.between(start, start + common // _BYTES) if common > 0 else b""
         if before != new[:common]:
-            pairs = [*zip(array(_CODE, before), array(_CODE, new[:common]), strict=True)]
-            at = [one == other for one, other in pairs].index(False)
-            one, other = pairs[at]
+            at, one, other = _difference(before, new[:common])
             raise ArgumentError(
                 f"tokens: expected {one} at position {start + at} of sequence {index}, as given for another layer; got "
                 f"{other}. Give equal tokens in each layer, or tokens in the first layer alone."
             )
-        last, rest, size = self.last, self.rest + new[common:], self.page_size * _BYTES
+        fresh = new[common:]
+        asked = min(len(self.ahead), len(fresh))
+        if fresh[:asked] != self.ahead[:asked]:
+            at, one, other = _difference(self.ahead[:asked], fresh[:asked])
+            raise ArgumentError(
+                f"tokens: expected {one} at position {self.length + at} of sequence {index}, as the prompt has that "
+                f"sequence() looked up; got {other}. Append what follows length(): prompt[sequence.length():]."
+            )
+        last, rest, size = self.last, self.rest + fresh, self.page_size * _BYTES
         full = len(rest) - len(rest) % size
         for at in range(0, full, size):
             last = last.with_page(rest[at : at + size])
-        return self._replace(last=last, rest=rest[full:])
+        return self._replace(last=last, rest=rest[full:], ahead=self.ahead[asked:])
+
+    def expecting(self, prompt: bytes) -> SequenceTokens:
+        """Returns the same tokens, behind which those of a prompt are to follow."""
+        return self._replace(ahead=prompt[self.length * _BYTES :])
 
     def cut(self, length: int) -> SequenceTokens:
         """Returns the first tokens."""
@@ -138,13 +150,20 @@ class SequenceTokens(NamedTuple):
         last = self.last
         while last.depth > pages and last.parent is not None:
             last = last.parent
-        return self._replace(last=last, rest=rest, offered=min(self.offered, pages))
+        return self._replace(last=last, rest=rest, offered=min(self.offered, pages), ahead=b"")
 
     def along(self, start: int, path: list[int]) -> SequenceTokens:
         """Returns those before `start`, and those at these indices from there on."""
         behind = self.between(start, self.length)
         left = b"".join([behind[at * _BYTES : (at + 1) * _BYTES] for at in path])
         return self.cut(start).extended(0, min(start, self.length), left)
+
+
+def _difference(one: bytes, other: bytes) -> tuple[int, int, int]:
+    """Returns where tokens differ first, and those."""
+    pairs = [*zip(array(_CODE, one), array(_CODE, other), strict=True)]
+    at = [a == b for a, b in pairs].index(False)
+    return (at, *pairs[at])
 
 
 def no_tokens(extra: Any, page_size: int, generation: object) -> SequenceTokens:

@@ -6,6 +6,7 @@ pool are a cache of one sequence, beside a table of the pages of each sequence.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -213,7 +214,18 @@ def write_sequences(path: Path, saved: SavedSequences, page_size: int, model: st
         arrays[f"sequence_{name}"] = np.array([*itertools.chain(*lists)], np.int64)
         arrays[f"sequence_{name}_count"] = np.array([len(x) for x in lists], np.int64)
     words = {"page_size": str(page_size), "sequences": str(len(sequences)), "model": model}
+    words["sequences_sha256"] = _digest_of(arrays)
     write(path, PAGES, {"": saved.pages}, words, arrays)
+
+
+def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """Returns the digest of what a file says of sequences: a wrong token would find a wrong prompt."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        if name.startswith("sequence_"):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()
 
 
 # --- reading
@@ -304,6 +316,8 @@ def read_sequences(path: Path, pool: Any, model: str) -> SavedSequences:
         raise FileError(
             f"{path}: expected pages of latent={shape.latent}, as this pool has; got those of another kind."
         )
+    if file.words.get("sequences_sha256") != _digest_of(file.arrays):
+        raise FileError(f"{path}: damaged; its tokens or tables are not those that were saved.")
     tables, tokens, extras = (_rows(path, file.arrays, f"sequence_{name}") for name in ("pages", "tokens", "extra"))
     lengths = _array(path, file.arrays, "sequence_lengths", (len(tables), pool.layers))
     forgotten = _array(path, file.arrays, "sequence_forgotten", (len(tables),))

@@ -110,8 +110,8 @@ def test_whole_models(tmp_path, monkeypatch, capsys):
 
 def test_clients_of_a_prompt(tmp_path, monkeypatch, capsys):
     """Small ones: the memory of both ways, a client after the other and all together; and one whose results differ."""
-    import pictures
     import clients
+    import pictures
     import run
 
     sizes = clients.Sizes(clients=3, prompt=160, question=20, layers=1, heads=2, kv_heads=1, vocabulary=50)

@@ -365,3 +365,21 @@ def test_signs_of_scales_that_are_zero_or_nan_are_dropped(rng, tmp_path, dtype):
     parts = [x._storage.parts(0, [20]) for x in (cache, again)]
     for mine, theirs in zip(*parts, strict=True):
         assert mine[1].tobytes() == theirs[1].tobytes()
+
+
+def test_a_loaded_cache_may_have_more_room(tmp_path):
+    path, x = tmp_path / "a.safetensors", np.ones((1, 2, 5, 8), np.float32)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=8, capacity=5)
+    cache.append(0, x, x)
+    cache.save(path)
+    larger = sl.KVCache.load(path, capacity=20)
+    larger.append(0, x, x)
+    assert larger.length(0) == 10 and larger.keys(0)[:, :, :5].tobytes() == cache.keys(0).tobytes()
+    for capacity in (4, 0, -1):
+        with pytest.raises(sl.ArgumentError, match=f"capacity: expected at least 5 tokens; got {capacity}"):
+            sl.KVCache.load(path, capacity=capacity)
+    with pytest.raises(sl.ArgumentTypeError, match="capacity"):
+        sl.KVCache.load(path, capacity="9")
+    sl.KVCache(layers=1, kv_heads=2, head_dim=8, window=8).save(path)
+    with pytest.raises(sl.ArgumentError, match="capacity: expected None, as the cache has a window"):
+        sl.KVCache.load(path, capacity=9)

@@ -459,3 +459,17 @@ def test_keys_come_back(tmp_path):
 def test_examples_run(method):
     (example,) = doctest.DocTestFinder(recurse=False).find(method, method.__name__)
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_a_token_that_was_damaged_is_noticed(tmp_path):
+    """A flipped bit would find a wrong prompt."""
+    pool, path = made(), tmp_path / "a.safetensors"
+    sequence = pool.sequence(tokens=range(40))
+    x = np.zeros((40, 2, 16), np.float32), np.zeros((40, 2, 17), np.float32)
+    pool.append(0, [sequence], *x, tokens=range(40))
+    pool.save(path, [sequence])
+    data = path.read_bytes()
+    at = data.index(np.arange(40).tobytes())
+    path.write_bytes(data[:at] + b"\x01" + data[at + 1 :])
+    with pytest.raises(sl.FileError, match="its tokens or tables are not those that were saved"):
+        pool.load(path)

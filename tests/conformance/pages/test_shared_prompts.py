@@ -44,6 +44,23 @@ def test_a_match_has_the_bits_of_a_fresh_sequence(rng, dtype):
     check_accounts(pool, [again])
 
 
+def test_other_tokens_than_those_looked_up_are_refused():
+    """Whoever appends the whole prompt behind what was found would store its beginning twice."""
+    pool = made()
+    prompted(pool, PROMPT)
+    again = pool.sequence(tokens=PROMPT)
+    k, v = computed(pool, 0, PROMPT)
+    before = again.length(), pool.free_pages
+    match = r"expected 148 at position 48 of sequence 0, as the prompt has.*; got 100\. Append what follows length\(\)"
+    with pytest.raises(sl.ArgumentError, match=match):
+        pool.append(0, [again], k, v, new_lengths=[50], tokens=PROMPT)
+    assert (again.length(), pool.free_pages) == before
+    append(pool, again, [*PROMPT, 5, 6])  # what comes behind the prompt is free
+    other = pool.sequence(tokens=PROMPT)
+    other.truncate(16)  # and so are the tokens of a sequence that was cut
+    append(pool, other, [*PROMPT[:16], 1, 2])
+
+
 def test_latents_are_found(rng):
     pool = made(d=27, dv=16, latent=True)
     prompted(pool, PROMPT)
