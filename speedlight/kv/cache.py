@@ -529,11 +529,5 @@ class KVCache:
         where = saved.checked_path(path)
         file = saved.open_file(where, saved.CACHE)
         saved.check_whole(where, file.words)
-        content = saved.read(where, file)
-        if capacity is not None:
-            least = max([max(lengths, default=0) for lengths, _ in content.held])
-            if "window" in content.sizes or (most := integer("capacity", capacity)) < max(least, 1):
-                what = "None, as the cache has a window" if "window" in content.sizes else f"at least {least} tokens"
-                raise ArgumentError(f"capacity: expected {what}; got {capacity}.")
-            content.sizes["capacity"] = most
+        content = saved.with_capacity(saved.read(where, file), capacity)
         return saved.make_filled(where, content, lambda **sizes: cls(**sizes, device=device))

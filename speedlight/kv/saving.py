@@ -18,7 +18,8 @@ import numpy as np
 
 from ..arrays.dtypes import CODES, DTYPES, numpy_dtype
 from ..arrays.files import MappedFile, map_arrays, write_arrays
-from ..errors import ArgumentTypeError, FileError, UnsupportedError, of_a_handler
+from ..arrays.integers import integer
+from ..errors import ArgumentError, ArgumentTypeError, FileError, UnsupportedError, of_a_handler
 from ..problem.checks import MOST
 from ..problem.windows import Ring, ring_of
 from .journal import SequencePages
@@ -251,9 +252,10 @@ def check_named(path: Path, file: MappedFile, model: str) -> None:
     """Raises unless a file has the key of this model."""
     saved = file.words.get("model", "")
     if saved != model:
+        expected = f"tokens of model={model!r}, as given" if model else "tokens that were saved without model="
         raise FileError(
-            f"{path}: expected tokens of model={model!r}, as given; got those of model={saved!r}. Give the key that "
-            "they were saved with, or compute them anew."
+            f"{path}: expected {expected}; got those of model={saved!r}. Give the key that they were saved with, or "
+            "compute them anew."
         )
 
 
@@ -278,6 +280,17 @@ def read(path: Path, file: MappedFile, prefix: str = "") -> Saved:
             values = _parts(path, f"{prefix}value{{}}s.{layer}", (*shape, sizes["value_dim"]), dtype, file.arrays)
         parts.append((keys, values))
     return Saved(sizes, dtype, held, parts)
+
+
+def with_capacity(content: Saved, capacity: int | None) -> Saved:
+    """Returns a cache with another capacity, if one is given; a window has its own."""
+    if capacity is None:
+        return content
+    least = max([max(lengths, default=0) for lengths, _ in content.held])
+    if "window" in content.sizes or integer("capacity", capacity) < max(least, 1):
+        what = "None, as the cache has a window" if "window" in content.sizes else f"at least {max(least, 1)} tokens"
+        raise ArgumentError(f"capacity: expected {what}; got {capacity}.")
+    return content._replace(sizes=content.sizes | {"capacity": integer("capacity", capacity)})
 
 
 def make_filled(path: Path, content: Saved, make: Callable[..., Any]) -> Any:

@@ -501,14 +501,21 @@ class Cache(theirs.DynamicCache):
         saving.write(where, saving.LAYERS, contents, words)
 
     @classmethod
-    def load(cls, path: str | Path, config: Any, *, model: str | None = None, device: Any = "cpu") -> Cache:
+    def load(
+        cls, path: str | Path, config: Any, *, model: str | None = None, device: Any = "cpu",
+        capacity: int | None = None,
+    ) -> Cache:  # fmt: skip
         """Reads what save() wrote, for a model of this config: generate() goes on with the same tokens.
+
+        generate() takes input_ids that begin with the saved prompt and have more behind it, as with other caches. The
+        file does not have the prompt's tokens, so that other ids are not noticed.
 
         Args:
             path: a name that ends in .safetensors.
             config: of the model, of the sizes and the kinds of layers that it had.
             model: key of the model, as save() was given it. Default config.name_or_path.
             device: where the model lies.
+            capacity: most tokens, where they are to be others than those of the cache that was saved.
 
         Raises:
             FileError: the file is missing, damaged, or of another model.
@@ -518,14 +525,12 @@ class Cache(theirs.DynamicCache):
         words = file.words
         dtype = words.get("dtype")
         try:
-            capacity, saved = int(words["capacity"]), dict(json.loads(words["config"]))
+            room, saved = int(words["capacity"]), dict(json.loads(words["config"]))
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise FileError(f"{where}: damaged; a word is missing or no number ({error}).") from None
-        if not 1 <= capacity <= MOST or dtype not in (None, *_DTYPES.values(), *CODES):
-            raise FileError(
-                f"{where}: expected a capacity from 1 to 2^46 and a known dtype; got {capacity}, {dtype!r}."
-            )
-        new = cls(config, capacity=capacity, dtype=cast("DtypeName | None", dtype))
+        if not 1 <= room <= MOST or dtype not in (None, *_DTYPES.values(), *CODES):
+            raise FileError(f"{where}: expected a capacity from 1 to 2^46 and a known dtype; got {room}, {dtype!r}.")
+        new = cls(config, capacity=room if capacity is None else capacity, dtype=cast("DtypeName | None", dtype))
         saving.check_named(where, file, saving.check_model(model) or new._name)
         for name in sorted({*saved, *new._identity}):
             if saved.get(name) != new._identity.get(name):
@@ -536,7 +541,10 @@ class Cache(theirs.DynamicCache):
                 )
         for n, layer in enumerate(new.layers):
             if isinstance(layer, Layer) and f"{n}.layers" in words:
-                layer.fill(where, saving.read(where, file, f"{n}."), words.get(f"{n}.keys", ""), device)
+                content = saving.read(where, file, f"{n}.")
+                if "window" not in content.sizes:
+                    content = saving.with_capacity(content, capacity)
+                layer.fill(where, content, words.get(f"{n}.keys", ""), device)
         return new
 
     def _check_decoder(self, n: int) -> None:

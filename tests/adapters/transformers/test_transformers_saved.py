@@ -94,6 +94,17 @@ def test_every_dtype_comes_back(dtype, kept, tokens, tmp_path):
     assert continued(model, tokens, loaded) == continued(model, tokens, cache)
 
 
+def test_a_loaded_cache_may_have_more_room(llama, tokens, tmp_path):
+    path = tmp_path / "a.safetensors"
+    prefilled(llama, tokens[:, :12], Cache(llama.config, capacity=12)).save(path)
+    with pytest.raises(sl.CacheFull):
+        continued(llama, tokens, Cache.load(path, llama.config))
+    want = continued(llama, tokens, prefilled(llama, tokens[:, :12], Cache(llama.config)))
+    assert continued(llama, tokens, Cache.load(path, llama.config, capacity=100)) == want
+    with pytest.raises(sl.ArgumentError, match="capacity: expected at least 12 tokens; got 11"):
+        Cache.load(path, llama.config, capacity=11)
+
+
 def test_a_cache_in_the_middle_of_a_beam(llama, tokens, tmp_path):
     cache = prefilled(llama, tokens[:, :12], Cache(llama.config))
     cache.batch_repeat_interleave(2)

@@ -109,7 +109,7 @@ def test_another_model_dtype_or_size_is_refused_by_name(rng, tmp_path):
     same = {"layers": 2, "dtype": "float32", "d": 24}
     for message, sizes, model in (
         ("of model='qwen', as given; got those of model='llama'", {}, "qwen"),
-        ("of model='', as given; got those of model='llama'", {}, None),
+        ("that were saved without model=; got those of model='llama'", {}, None),
         ("dtype int8, as this pool has; got float32", {"dtype": "int8"}, "llama"),
         ("page_size 32, as this pool has; got 16", {"page_size": 32}, "llama"),
         ("layers 3, as this pool has; got 2", {"layers": 3}, "llama"),
