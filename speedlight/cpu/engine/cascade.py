@@ -121,12 +121,11 @@ def after_prefix(call: Call, tokens: int, lists: PageLists, lengths: list[int], 
     if call.problem.is_by_item:  # each row must know its sequence
         runs = [Run(0, tokens, (n,)) for n in members]
     places = _places_of(call, counts, lengths)
-    many = tuple([sum([counts[n] for n in run.members]) for run in runs])
-    first = _stage_of(_staged(call, many, leaves=True, heads=heads), call, runs, lists, places)
+    first = _stage_of(call, runs, lists, places, leaves=True, heads=heads)
     for word in (ITEM.k_at, ITEM.v_at):
         first.items[word] = [0] * len(runs)
     own = [Run(tokens, end, (n,)) for n, end in zip(members, lengths, strict=True)]
-    last = _stage_of(_staged(call, counts, leaves=False), call, own, lists, places)
+    last = _stage_of(call, own, lists, places, leaves=False)
     return Together(call, [first._replace(is_apart=True), last], lists)
 
 
@@ -208,11 +207,7 @@ def _stages_of(call: Call, shared: list[list[Run]], lists: PageLists, lengths: l
             for n in run.members:
                 ends[n] = run.end
     own = [Run(start, end, (n,)) for n, (start, end) in enumerate(zip(ends, lengths, strict=True))]
-    stages = []
-    for runs in (*shared, own):
-        many = tuple([sum([counts[n] for n in run.members]) for run in runs])
-        stages.append(_stage_of(_staged(call, many, leaves=runs is not own), call, runs, lists, places))
-    return stages
+    return [_stage_of(call, runs, lists, places, leaves=runs is not own) for runs in (*shared, own)]
 
 
 def _places_of(call: Call, counts: Sequence[int], lengths: list[int]) -> list[np.ndarray]:
@@ -230,8 +225,11 @@ def _places_of(call: Call, counts: Sequence[int], lengths: list[int]) -> list[np
 _OF_ROWS = (ITEM.q_at, "q_row"), (ITEM.out_at, "out_row"), (ITEM.lse_at, "lse_row")
 
 
-def _stage_of(stage: Call, call: Call, runs: Sequence[Run], lists: PageLists, places: list[np.ndarray]) -> Stage:
-    """Makes a stage of the rows of a call's sequences, by position."""
+def _stage_of(
+    call: Call, runs: Sequence[Run], lists: PageLists, places: list[np.ndarray], *, leaves: bool,
+    heads: tuple[int, int] | None = None,
+) -> Stage:  # fmt: skip
+    """Makes a stage of the rows of a call's sequences, by position; leaves, heads: as Call.staged() has them."""
     rows = []
     for run in runs:
         together = places[run.members[0]]
@@ -245,4 +243,4 @@ def _stage_of(stage: Call, call: Call, runs: Sequence[Run], lists: PageLists, pl
         ITEM.pages: [lists.addresses[run.members[0]] for run in runs],
         ITEM.rows: [x.ctypes.data for x in rows], ITEM.start: [0] * len(runs),
     }  # fmt: skip
-    return Stage(stage, items, rows)
+    return Stage(_staged(call, tuple([len(x) for x in rows]), leaves=leaves, heads=heads), items, rows)

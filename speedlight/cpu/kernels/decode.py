@@ -178,10 +178,10 @@ class _Task(Work):
             is_open = a.leaves.differs(0) & (last % SPAN).differs(0)
         finished = self.merge_shares(alone, shared, spans, states, is_open)
         with k.when(finished):
-            self.end(is_open)
+            self.end()
 
-    def end(self, is_open: Value) -> None:
-        """Writes the results of all rows, or leaves their states; is_open: with a span that is not merged."""
+    def end(self) -> None:
+        """Writes the results of all rows, or leaves their states."""
         k = self.k
         if not self.s.resumed:
             with self.each_head(), k.range(0, self.rows) as r:
@@ -190,9 +190,7 @@ class _Task(Work):
         with k.either(self.a.leaves.equals(0)) as (end, leave):
             with end, self.each_head(), k.range(0, self.rows) as r:
                 self.finish(r)
-            with leave:
-                with k.when(is_open ^ 1):
-                    self.clear(self.span)
+            with leave:  # the second is read only where a span is open
                 self.move_states(self.total, 0, to_memory=True)
                 self.move_states(self.span, 1, to_memory=True)
 

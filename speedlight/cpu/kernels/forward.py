@@ -258,13 +258,14 @@ class _Task(PanelWork):
                         self.leave(panel, state, count)
 
     def leave(self, panel: Panel, state: Value, count: Value) -> None:
-        """Stores the states of a panel's first `count` rows, which go on elsewhere."""
+        """Stores the states of a panel's first `count` rows, which go on elsewhere.
+
+        The second is read only where a span is open.
+        """
         k, s = self.k, self.s
         if not s.resumed:
             k.call(self.parts.leave, k.p["a"], state, panel.lanes("out"), panel.lanes("lse"), count)
             return
-        with k.when((self.last % SPAN).equals(0)):
-            clear_state(k, s, panel.part("span"), self.a.width + 2)
         for half, part in enumerate(("total", "span")):
             k.call(self.parts.leave, k.p["a"], panel.part(part), panel.lanes("state"), k.i64(half), count)
 

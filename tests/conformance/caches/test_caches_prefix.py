@@ -8,13 +8,13 @@ import weakref
 import numpy as np
 import pytest
 from conftest import FULL
+from pools import KINDS
 from problems import numpy_dtype, taken
 
 import speedlight as sl
 from speedlight.cpu.engine import cascade
 from speedlight.host.machine import host_isas
 
-KINDS = ("float32", "bfloat16", "float16", "float64", "int8", "float8_e4m3fn")
 OPTIONS = {
     "plain": {},
     "window": {"mask": sl.window(300, 0)},
