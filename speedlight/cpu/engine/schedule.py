@@ -57,8 +57,10 @@ class Schedule:
 
 
 def product_name(problem: Problem, isa: Isa, *, gradients: bool = False) -> str:
-    """Names what multiplies, in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
-    return "fma" if problem.quantised or problem.widened else isa.product(problem.storage, gradients=gradients)
+    """Names what multiplies, in machine.PRODUCTS. Keys of another dtype than q's are widened first."""
+    if problem.widened:
+        return "fma"
+    return isa.product(problem.storage, gradients=gradients, codes=problem.quantised is not None)
 
 
 def schedule(

@@ -28,6 +28,7 @@ from .row_weights import (
     clear_row,
     merge_row,
     rescale,
+    scale_scores,
     store_row,
     value_tiles,
     weigh,
@@ -49,9 +50,11 @@ class _Parts:
         self.score = product.flushed(m, score(m, s))
         self.drop = drop_row(m, s) if s.dropout else None
         self.rescale = rescale(m, s) if s.format.is_coded else None
+        self.scale_scores = scale_scores(m, s) if s.format.is_coded and s.together > 1 else None
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
-        self.score_heads = product.flushed(m, score_heads(m, s)) if s.cached and self.visibility is None else None
+        in_step = s.cached and self.visibility is None and self.scale_scores is None
+        self.score_heads = product.flushed(m, score_heads(m, s)) if in_step else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.values = [(rows, least, product.flushed(m, f)) for rows, least, f in value_tiles(m, s)]
         self.careful, self.merge, self.log = product.flushed(m, careful_values(m, s)), merge_row(m, s), natural_log(m)
@@ -325,9 +328,11 @@ class _Task(Work):
             self.locate(self.k_places, "k", start, count)
             arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
             k.call(parts.score, self.scratch, *arguments)
+            if parts.scale_scores is not None:
+                k.call(parts.scale_scores, self.scratch, self.k_places, count, self.rows)
         regular = self.locate(self.v_places, "v", start, count)
         joint = self.weigh(start, count, clear)
-        k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_units(count))
+        k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
         self.drop(start, count)
         if parts.rescale is not None:
             with k.range(0, self.rows) as r:
@@ -360,7 +365,7 @@ class _Task(Work):
         regular = k.call(locate, k.p["a"], places, pages, base, page_bytes, row, start, start + count)
         past = k.at(places, (count + (piece - 1)) // piece * 8)
         fetched = count.equals(TILE) | (self.rows > 1)
-        with k.when(fetched) if self.s.cached and not self.s.fetching.alone else contextlib.nullcontext():
+        with k.when(fetched) if self.s.cached and not self.s.fetches_alone else contextlib.nullcontext():
             k.call(locate, k.p["a"], past, pages, next_base, page_bytes, row, next_start, next_end)
         return k.select(a.heads.equals(1), regular, k.i64(0))  # else what comes next is elsewhere
 

@@ -24,7 +24,7 @@ from .dropping import drop_tile
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panel_products import score_tile
 from .panel_states import clear_state, copy_state, load_state, merge_states, store_panel, store_state
-from .panel_weights import softmax_tile
+from .panel_weights import rescale_tile, softmax_tile
 from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
 from .softmax import SINK_SUM, natural_log
@@ -45,6 +45,7 @@ class _Parts:
         self.prefetch_addresses = prefetch_addresses(m, s, s.program) if self.per_query_streams else None
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
         self.drop = drop_tile(m, s) if s.dropout else None
+        self.rescale = rescale_tile(m, s) if s.format.is_coded else None
         self.value, self.predicated = product.value_tile(m), product.predicated_tile(m)
         self.expression = expression_tile(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
@@ -462,10 +463,12 @@ class _Task(PanelWork):
             with k.when(hides):
                 k.call(parts.expression, k.p["a"], self.scratch, self.scratch, check, lanes, limits, *where)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
-        unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
+        unpredicated = k.call(parts.softmax, self.scratch, *arguments)
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
+        if parts.rescale is not None:
+            k.call(parts.rescale, self.scratch, scales[1], high)
         self.add_values(state, tile, values, (clear, unpredicated, wide, high))
 
     def add_values(self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...]) -> None:

@@ -27,7 +27,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     """
     words = "scores* check* state* limits* tile_start clear full n_keys c"
     # what the partner of an odd last key weighs
-    words += " missing" * s.pads + " scales*" * s.format.is_coded
+    words += " missing" * s.pads
     types = {"c": s.number} | ({"missing": s.number} if s.pads else {})
     k = module.function("softmax_tile", prototype(words, **types), I64)
     p = k.p
@@ -116,7 +116,7 @@ class _Weights:
         """Weighs all keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be
         anything, are dropped.
         """
-        k, p, together = self.k, self.k.p, self.s.elements
+        k, p, together = self.k, self.k.p, self.s.weight_elements
         first, end = p["clear"], p["full"] & -2
         whole = p["n_keys"] & -together
         with k.either(usual) as (as_usual, any_scores):
@@ -131,7 +131,7 @@ class _Weights:
                 self._last(whole, "careful")
 
     def _last(self, whole: Value, how: _How) -> None:
-        if self.s.elements > 1:
+        if self.s.weight_elements > 1:
             with self.k.when(whole < self.k.p["n_keys"]):
                 self._step(whole, 1, how)
 
@@ -148,10 +148,10 @@ class _Weights:
 
     def _step(self, j: Value, keys: int, how: _How) -> None:
         """Weighs keys j and j + 1, or one alone."""
-        weights = self._weigh(j, keys, how)
+        weights, elements = self._weigh(j, keys, how), self.s.weight_elements
         for v in range(self.s.vectors):
-            for i in range(0, keys, self.s.elements):
-                self._store(j + i, v, [x[v] for x in weights[i : i + self.s.elements]])
+            for i in range(0, keys, elements):
+                self._store(j + i, v, [x[v] for x in weights[i : i + elements]])
 
     def _store(self, j: Value, v: int, weights: list[Value]) -> None:
         """Stores the weights of the unit of keys that begins with key j; the last one's may be incomplete.
@@ -160,18 +160,13 @@ class _Weights:
         where its key is: +0 would change the sign of a sum that is -0.
         """
         k, s, product, total = self.k, self.s, self.product, self.total[v]
-        missing = s.elements - len(weights)
+        missing = s.weight_elements - len(weights)
         partner = self.hidden
         if missing and s.pads:
             sign = weights[0].bits(s.ivector) & self.hidden.bits(s.ivector)
             partner = (k.splat(k.p["missing"], s.lanes).bits(s.ivector) | sign).bits(s.vector)
         unit = product.pack_weights(k, weights + [partner] * missing)
-        stored = (
-            rescale_weights(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes))
-            if s.format.is_coded
-            else unit
-        )
-        k.store(stored, k.p["scores"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
+        k.store(unit, k.p["scores"], s.weight_of(j) * s.row_bytes + s.lane_offset(v))
         unit = product.pack_weights(k, weights + [self.hidden] * missing) if missing else unit
         total.set(product.add_weights(k, unit, total.get()))
 
@@ -218,3 +213,32 @@ class _Weights:
             k.store(alpha, p["check"], at)
             sign = k.const(-(1 << (63 if s.wide else 31)), s.ivector)
             k.store(total.bits(s.ivector) & sign, p["check"], sum_at)
+
+
+def rescale_tile(module: Module, s: Shape) -> Any:
+    """Multiplies weights [n_keys, panel] of codes by the scales of their values, and makes them units, in place."""
+    k = module.function("rescale_tile", prototype("weights* scales* n_keys"))
+    p, product = k.p, product_of(s)
+
+    def unit(j: Value, keys: int) -> None:
+        for v in range(s.vectors):
+            at = j * s.row_bytes + s.lane_offset(v)
+            xs = [
+                rescale_weights(
+                    k,
+                    s,
+                    k.load(s.vector, p["weights"], at + i * s.row_bytes),
+                    k.splat(k.load(F32, p["scales"], (j + i) * 4), s.lanes),
+                )
+                for i in range(keys)
+            ]
+            xs += [k.const(-0.0, s.vector)] * (s.elements - keys)
+            k.store(product.pack_scaled(k, xs), p["weights"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
+
+    whole = p["n_keys"] & -s.elements
+    with k.range(0, whole, s.elements) as j:
+        unit(j, s.elements)
+    if s.elements > 1:
+        with k.when(whole < p["n_keys"]):
+            unit(whole, 1)
+    return k.finish()

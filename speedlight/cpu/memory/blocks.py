@@ -116,7 +116,7 @@ class Coded(Store):
     """
 
     def row_bytes(self) -> int:
-        return self.dim + 4
+        return self.dim + self.dim % 2 * self.is_keys + 4  # elements of keys are read in pairs, too
 
     def views(self) -> list[np.ndarray]:
         codes = self.view(self.kind, (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)

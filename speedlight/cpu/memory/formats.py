@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from llvmlite import ir
+
 from ...arrays.dtypes import CODES, STORAGE_BYTES
 from ..language import conversions
 from ..language.functions import like
-from ..language.vector import F16, F32, I8, I16, I32, Function, Value, vec
+from ..language.vector import F16, F32, I1, I8, I16, I32, Function, Value, lanes_of, vec
 
 _WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
 
@@ -55,7 +58,20 @@ class Int8:
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
         """Loads one code, or `lanes` side by side, in f32."""
-        return k.to_float(_load_codes(k, pointer, offset, lanes, 32), vec(F32, lanes) if lanes else F32)
+        return self.number(k, load_codes(k, pointer, offset, lanes))
+
+    def number(self, k: Function, code: Value) -> Value:
+        """Returns a code, or a vector of them, in f32."""
+        return k.to_float(_extended(k, code, I32), like(code, F32))
+
+    def magnitude(self, k: Function, code: Value) -> Value:
+        """Returns codes without their signs: places in `bf16`."""
+        return k.intrinsic(f"llvm.abs.v{lanes_of(code)}i8", code.type, code, k.const(0, I1))
+
+    @property
+    def bf16(self) -> list[int]:
+        """Returns the bits of each magnitude of 0 to 127 in bf16: exact."""
+        return [_bf16(float(n)) for n in range(128)]
 
     def narrow_usual(self, k: Function, x: Value, divide: Callable[[Value], Value]) -> Value:
         """Codes of x, which divide() divides by a usual scale: within 127 and a half, the last bits of a sum that has
@@ -83,14 +99,27 @@ class Float8:
         return index
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
-        """Loads one code, or `lanes` side by side, in f32, over `unit`.
+        """Loads one code, or `lanes` side by side, in f32, over `unit`."""
+        return self.number(k, load_codes(k, pointer, offset, lanes))
+
+    def number(self, k: Function, code: Value) -> Value:
+        """Returns a code, or a vector of them, in f32, over `unit`.
 
         The exponent is biased by 7, that of f16 by 15: its bits in their place are 2^-8 of it, subnormal or not. NaN
         would become 480: no cache holds it (a row that has one has a scale of NaN).
         """
-        whole = _load_codes(k, pointer, offset, lanes, 16)
-        bits = (whole << 7) & ~0x4000  # sign, 0, exponent, mantissa, 0 …
+        bits = (_extended(k, code, I16) << 7) & ~0x4000  # sign, 0, exponent, mantissa, 0 …
         return k.extend(bits.bits(like(bits, F16)), like(bits, F32))
+
+    def magnitude(self, k: Function, code: Value) -> Value:
+        """Returns codes without their signs: places in `bf16`."""
+        return code & 0x7F
+
+    @property
+    def bf16(self) -> list[int]:
+        """Returns the bits of each magnitude in bf16, over `unit`: exact."""
+        every = np.arange(128, dtype=np.uint16) << 7
+        return [_bf16(float(x)) for x in every.view(np.float16)]
 
     def narrow_usual(self, k: Function, x: Value, divide: Callable[[Value], Value]) -> Value:
         """Codes of x, which divide() divides by a usual scale: within half a unit of the last code; -0 keeps its
@@ -112,10 +141,18 @@ def load_scales(k: Function, codes: TokenFormat, block: Value, offset: Value | i
     return scales if codes.unit == 1 else scales * codes.unit
 
 
-def _load_codes(k: Function, pointer: Value, offset: Value | int, lanes: int, bits: int) -> Value:
-    """Loads bytes as integers of so many bits."""
-    x = k.load(vec(I8, lanes) if lanes else I8, pointer, offset)
-    return Value(k, k.b.sext(x.x, like(x, {16: I16, 32: I32}[bits])))
+def load_codes(k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
+    """Loads one code, or `lanes` side by side."""
+    return k.load(vec(I8, lanes) if lanes else I8, pointer, offset)
+
+
+def _extended(k: Function, code: Value, kind: ir.Type) -> Value:
+    return Value(k, k.b.sext(code.x, like(code, kind)))
+
+
+def _bf16(x: float) -> int:
+    """Returns the bits of a number that bf16 has."""
+    return int(np.float32(x).view(np.uint32)) >> 16
 
 
 def _round_to_float8(k: Function, size: Value, signed: Value) -> Value:

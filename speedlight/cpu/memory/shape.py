@@ -53,14 +53,20 @@ class Shape:
     @property
     def product(self) -> str:
         """Name of what multiplies, in machine.PRODUCTS."""
-        if self.quantised or self.widened:
+        if self.widened:
             return "fma"
-        return self.isa.product(self.storage, gradients=self.kind in ("backward", "tables"))
+        gradients = self.kind in ("backward", "tables")
+        return self.isa.product(self.storage, gradients=gradients, codes=self.quantised is not None)
 
     @property
     def elements(self) -> int:
         """Elements of a unit: what one multiply-add step takes from a row of keys, or of values at one column."""
         return PRODUCTS[self.product].elements
+
+    @property
+    def weight_elements(self) -> int:
+        """Elements of a unit of weights, before these are multiplied by scales of codes: then they are numbers."""
+        return 1 if self.format.is_coded else self.elements
 
     @property
     def together(self) -> int:
@@ -108,6 +114,11 @@ class Shape:
         return self.vectors > 1 and self.together == 1 and self.program is None
 
     @property
+    def fetches_alone(self) -> bool:
+        """Fetches a cache's blocks ahead for a single row, too: codes take longer to compute than to miss."""
+        return self.fetching.alone or self.format.is_coded
+
+    @property
     def fetches_rows(self) -> bool:
         """Fetches the next lines of rows while those before are transposed: a vector of each is a line."""
         return self.fetching.rows > 0 and self.lanes * self.storage_bytes == 64
@@ -127,6 +138,14 @@ class Shape:
         if self.reads_blocks:
             return element & -BLOCK
         return element if self.together == 1 else element & -(self.elements * self.together)
+
+    def count_weights(self, keys: Any) -> Any:
+        """Counts the units of weights of so many keys, before they are multiplied by scales of codes."""
+        return keys if self.weight_elements == 1 else self.count_units(keys)
+
+    def weight_of(self, key: Any) -> Any:
+        """Returns the unit of weights that has a key's, before they are multiplied by scales of codes."""
+        return key if self.weight_elements == 1 else self.unit_of(key)
 
     def unit_of(self, element: Any) -> Any:
         """Returns the unit that has an element."""
@@ -213,6 +232,11 @@ class Shape:
     def unit(self) -> ir.Type:
         """Type of what is broadcast from a row of keys: one number, or several elements as an integer."""
         return self.number if self.elements == 1 else self.integer
+
+    @property
+    def weight(self) -> ir.Type:
+        """Type of a unit of weights, before they are multiplied by scales of codes."""
+        return self.number if self.weight_elements == 1 else self.unit
 
     @property
     def vector(self) -> ir.VectorType:

@@ -31,7 +31,7 @@ class KeyRun(NamedTuple):
 
 
 class UnitLoader(Protocol):
-    """Loads units of rows: the part of a product that staging needs."""
+    """Loads units of rows and of blocks: the part of a product that staging needs."""
 
     s: Shape
 
@@ -40,6 +40,10 @@ class UnitLoader(Protocol):
     def load_unit(
         self, k: Function, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
     ) -> Value: ...
+
+    def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]: ...
+
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value: ...
 
 
 @contextlib.contextmanager
@@ -111,21 +115,16 @@ def stage_lanes(product: UnitLoader, module: Module) -> Any:
     p, n = k.p, s.lanes
     row, filled = p["units"] * s.number_bytes, filled_units(k, s, p["length"])
     whole = filled // n * n
-    stored = BLOCK * s.stored_bytes  # bytes of one unit of a block
     with k.range(0, p["count"], BLOCK) as j:
         block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
         for first in range(0, BLOCK, n):
             target = k.at(p["tile"], (j + first) * row)
             with k.range(0, whole, n) as t:
-                lanes = [
-                    product.load_units(k, k.at(block, (t + u) * stored), k.i64(first), stored=True) for u in range(n)
-                ]
+                lanes = [product.load_keys(k, block, t + u, first, 1)[0] for u in range(n)]
                 for m, x in enumerate(k.transpose(lanes)):
                     k.store(x, target, row * m + t * s.number_bytes)
             with k.range(whole, filled) as t, k.range(0, n) as m:
-                size = k.i64(s.key_bytes)
-                count = k.i64(s.elements * BLOCK)
-                one = product.load_unit(k, k.at(block, t * stored), m + first, size, count, stored=True)
+                one = product.key_unit(k, block, t, m + first, p["length"])
                 k.store(one, target, row * m + t * s.number_bytes)
             if s.packed > 1:
                 with k.range(0, n) as m:
