@@ -122,7 +122,8 @@ def _forward_schedule(
     flops = wants.task_flops // (1 if threads <= MANY else 4)
     # a tile that is staged is staged once for all panels of a task
     least, even = (4, wants.even) if stage_keys or stage_values else (2, wants.tasks)
-    most = max(1, min(wants.panels, fits, max(least, flops // work)))
+    share = wants.panels * (2 if problem.quantised else 1)  # codes take longer to stage than numbers
+    most = max(1, min(share, fits, max(least, flops // work)))
     panels = _panels_of_task(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
     if threads > MANY:
         panels = max(panels, min(most, -(-threads * _VISIT // work)))

@@ -24,7 +24,7 @@ from .dropping import drop_tile
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panel_products import score_tile
 from .panel_states import clear_state, copy_state, load_state, merge_states, store_panel, store_state
-from .panel_weights import rescale_tile, softmax_tile
+from .panel_weights import softmax_tile
 from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
 from .softmax import SINK_SUM, natural_log
@@ -45,7 +45,6 @@ class _Parts:
         self.prefetch_addresses = prefetch_addresses(m, s, s.program) if self.per_query_streams else None
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
         self.drop = drop_tile(m, s) if s.dropout else None
-        self.rescale = rescale_tile(m, s) if s.format.is_coded else None
         self.value, self.predicated = product.value_tile(m), product.predicated_tile(m)
         self.expression = expression_tile(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
@@ -309,7 +308,7 @@ class _Task(PanelWork):
     def stage_tile(self, start: Value, count: Value) -> Tile:
         """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
-        if s.reads_blocks:
+        if s.reads_blocks and not s.stages_blocks:
             return self.locate_tile(start, count)
         keys, values = k.at(self.keys, start * a.k_row), k.at(self.values, start * a.v_row)
         units, dim = s.packed_units(a.head_dim), a.value_dim
@@ -322,7 +321,7 @@ class _Task(PanelWork):
         with k.when(stage_k):
             self.stage_keys(k_staged, k_places, start, count)
         if s.cached:  # values that lie block after block are read there
-            regular = self.locate(v_places, "v", start, count)
+            regular = self.locate(v_places, "v", start, self.count_located(start, count))
             values = k.at(k.load(PTR, v_places), s.header)
             stage_v = stage_v | regular.equals(0)
         v_row, k_row = s.step_bytes(a.v_row), a.k_row  # of a cache's values: from a unit to the next
@@ -346,6 +345,8 @@ class _Task(PanelWork):
         if s.format.is_coded:
             self.stage_scales(k_places, v_places, count)
         k_staged_row = units * s.number_bytes
+        if s.stages_blocks:
+            k_staged = self.list_blocks(k_staged, k_staged_row, k.at(k_places, 64 * 8))
         return Tile(
             start,
             count,
@@ -355,6 +356,19 @@ class _Task(PanelWork):
             k.select(in_keys, k_staged_row, k.select(stage_v, dim * s.number_bytes, v_row)),
             self.rest_of_keys(k_staged, stage_k, start) if s.reads_parts else None,
         )
+
+    def count_located(self, start: Value, count: Value) -> Value:
+        """Counts the keys of a tile to locate: of codes also those that are fetched meanwhile."""
+        if not self.s.stages_blocks:
+            return count
+        return self.k.min(self.item.k_len - start, count + TILE)
+
+    def list_blocks(self, staged: Value, row: Value, blocks: Value) -> Value:
+        """Returns the list of the addresses of a tile's staged blocks, `row` bytes for each key; one more is read."""
+        k = self.k
+        with k.range(0, TILE // BLOCK + 1) as n:
+            k.store(k.at(staged, n * (row * BLOCK)), blocks, n * 8)
+        return blocks
 
     def locate_tile(self, start: Value, count: Value) -> Tile:
         """Returns a tile of a cache's blocks, which are read where they lie: keys by block, values by unit."""
@@ -383,7 +397,7 @@ class _Task(PanelWork):
         """Copies a tile of keys to scratch: of keys in two parts, one behind the other."""
         k, s, a = self.k, self.s, self.a
         units = s.packed_units(a.head_dim)
-        self.locate(places, "k", start, count)
+        self.locate(places, "k", start, self.count_located(start, count))
         if not s.in_parts:
             row = s.format.offset(a.head_dim) if s.latent else a.k_row
             k.call(self.parts.stage_keys, to, places, row, a.k_column, count, a.head_dim, units, k.i64(0))
@@ -463,12 +477,10 @@ class _Task(PanelWork):
             with k.when(hides):
                 k.call(parts.expression, k.p["a"], self.scratch, self.scratch, check, lanes, limits, *where)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
-        unpredicated = k.call(parts.softmax, self.scratch, *arguments)
+        unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        if parts.rescale is not None:
-            k.call(parts.rescale, self.scratch, scales[1], high)
         self.add_values(state, tile, values, (clear, unpredicated, wide, high))
 
     def add_values(self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...]) -> None:

@@ -27,7 +27,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     """
     words = "scores* check* state* limits* tile_start clear full n_keys c"
     # what the partner of an odd last key weighs
-    words += " missing" * s.pads
+    words += " missing" * s.pads + " scales*" * s.scales_weights
     types = {"c": s.number} | ({"missing": s.number} if s.pads else {})
     k = module.function("softmax_tile", prototype(words, **types), I64)
     p = k.p
@@ -160,6 +160,9 @@ class _Weights:
         where its key is: +0 would change the sign of a sum that is -0.
         """
         k, s, product, total = self.k, self.s, self.product, self.total[v]
+        if s.scales_weights:
+            self._store_scaled(j, v, weights)
+            return
         missing = s.weight_elements - len(weights)
         partner = self.hidden
         if missing and s.pads:
@@ -169,6 +172,15 @@ class _Weights:
         k.store(unit, k.p["scores"], s.weight_of(j) * s.row_bytes + s.lane_offset(v))
         unit = product.pack_weights(k, weights + [self.hidden] * missing) if missing else unit
         total.set(product.add_weights(k, unit, total.get()))
+
+    def _store_scaled(self, j: Value, v: int, weights: list[Value]) -> None:
+        """Stores the weights of a unit of keys of codes, times their values' scales; sums them as they are."""
+        k, s, scaled = self.k, self.s, []
+        for i, x in enumerate(weights):
+            self.total[v].set(self.total[v].get() + x)
+            scaled.append(rescale_weights(k, s, x, k.splat(k.load(F32, k.p["scales"], (j + i) * 4), s.lanes)))
+        unit = self.product.pack_scaled(k, scaled + [self.hidden] * (s.elements - len(scaled)))
+        k.store(unit, k.p["scores"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
 
     def _weigh(self, j: Value, keys: int, how: _How) -> list[list[Value]]:
         """Returns [key][vector] of weights."""
@@ -213,32 +225,3 @@ class _Weights:
             k.store(alpha, p["check"], at)
             sign = k.const(-(1 << (63 if s.wide else 31)), s.ivector)
             k.store(total.bits(s.ivector) & sign, p["check"], sum_at)
-
-
-def rescale_tile(module: Module, s: Shape) -> Any:
-    """Multiplies weights [n_keys, panel] of codes by the scales of their values, and makes them units, in place."""
-    k = module.function("rescale_tile", prototype("weights* scales* n_keys"))
-    p, product = k.p, product_of(s)
-
-    def unit(j: Value, keys: int) -> None:
-        for v in range(s.vectors):
-            at = j * s.row_bytes + s.lane_offset(v)
-            xs = [
-                rescale_weights(
-                    k,
-                    s,
-                    k.load(s.vector, p["weights"], at + i * s.row_bytes),
-                    k.splat(k.load(F32, p["scales"], (j + i) * 4), s.lanes),
-                )
-                for i in range(keys)
-            ]
-            xs += [k.const(-0.0, s.vector)] * (s.elements - keys)
-            k.store(product.pack_scaled(k, xs), p["weights"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
-
-    whole = p["n_keys"] & -s.elements
-    with k.range(0, whole, s.elements) as j:
-        unit(j, s.elements)
-    if s.elements > 1:
-        with k.when(whole < p["n_keys"]):
-            unit(whole, 1)
-    return k.finish()

@@ -321,7 +321,9 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], steps: tuple[Va
             """Steps i and on, so many that lie together."""
             row = i * step_row
             if ahead is not None:
-                starts = product.value_row(k, k.at(ahead, row), i, step_row) if s.format.is_coded else [k.at(ahead, row)]
+                starts = (
+                    product.value_row(k, k.at(ahead, row), i, step_row) if s.format.is_coded else [k.at(ahead, row)]
+                )
                 for column in lines:
                     for start in starts:
                         k.prefetch(k.at(start, column * _column_bytes(s)), s.fetching.level)

@@ -66,7 +66,12 @@ class Shape:
     @property
     def weight_elements(self) -> int:
         """Elements of a unit of weights, before these are multiplied by scales of codes: then they are numbers."""
-        return 1 if self.format.is_coded else self.elements
+        return 1 if self.format.is_coded and not self.scales_weights else self.elements
+
+    @property
+    def scales_weights(self) -> bool:
+        """Multiplies weights by scales of codes as they are made."""
+        return self.kind == "forward" and self.format.is_coded
 
     @property
     def together(self) -> int:
@@ -95,8 +100,18 @@ class Shape:
 
     @property
     def reads_blocks(self) -> bool:
-        """Reads a cache's blocks of keys where they lie: unit after unit, each of BLOCK keys."""
-        return self.scattered and self.cached
+        """Reads blocks of keys, a cache's where they lie or staged ones: unit after unit, each of BLOCK keys."""
+        return (self.scattered and self.cached) or self.stages_blocks
+
+    @property
+    def stages_blocks(self) -> bool:
+        """Has codes of keys, which are widened block by block."""
+        return self.kind == "forward" and self.format.is_coded and not self.latent and self.together == 1
+
+    @property
+    def block_unit_bytes(self) -> int:
+        """Bytes of a unit of one key in the blocks that are read."""
+        return self.number_bytes if self.stages_blocks else self.stored_bytes
 
     @property
     def reads_parts(self) -> bool:

@@ -18,7 +18,7 @@ from ..memory.formats import load_codes
 from ..memory.records import BLOCK
 from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs, PairUnits
-from .packing import TILE_WORDS, each_unit, fill_units, stage_lanes
+from .packing import TILE_WORDS, each_unit, fetch_codes, fill_units, stage_lanes, widen_blocks
 
 _LINE = 64  # codes
 
@@ -94,6 +94,8 @@ class CodedPairs(PairUnits):
         return self.s.isa.permutes_bytes and not self.s.latent
 
     def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]:
+        if not self.s.isa.permutes_bytes:
+            return [self.load_values(k, rows, column) for column in columns]
         found, n = [], self.s.lanes
         for column in columns[::2]:
             low, high = self._halves(k, k.joined([load_codes(k, row, column, 2 * n) for row in rows]))
@@ -118,7 +120,7 @@ class CodedPairs(PairUnits):
         return total + unit
 
     def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
-        return k.select(keep[0], unit, unit * 0.0)
+        return k.select(keep[0], unit, unit * 0.0) if len(keep) == 1 else super().drop_weights(k, unit, keep)
 
     def drop_row(self, k: Function, weights: Value, keep: Value) -> Value:
         return k.select(keep, weights, weights * 0.0)
@@ -132,13 +134,19 @@ class CodedPairs(PairUnits):
     # --- staging
 
     def stage_keys_of(self, module: Module) -> Any:
+        if self.s.stages_blocks:
+            return widen_blocks(self, module)
         return _stage_latents(self, module) if self.s.latent else stage_lanes(self, module)
+
+    def rows_of_pair(self, k: Function, places: Value, row: Value, t: Value) -> list[Value]:
+        """Returns where the values of both keys of pair t of a tile lie."""
+        half = BLOCK // 2
+        at = k.at(k.load(PTR, places, t // half * 8), t % half * (row * 2) + self.s.header)
+        return [at, k.at(at, row)]
 
     def pair_of_values(self, k: Function, places: Value, row: Value, t: Value, column: Value, lanes: int) -> Value:
         """Loads the values of pair t of a tile's keys, at so many columns, or at one (0)."""
-        half = BLOCK // 2
-        at = k.at(k.load(PTR, places, t // half * 8), t % half * (row * 2) + column + self.s.header)
-        return self.pairs_of(k, *(load_codes(k, x, 0, lanes) for x in (at, k.at(at, row))))
+        return self.pairs_of(k, *(load_codes(k, x, column, lanes) for x in self.rows_of_pair(k, places, row, t)))
 
 
 class Bf16Codes(CodedPairs, Bf16Pairs):
@@ -151,12 +159,18 @@ class Bf16Codes(CodedPairs, Bf16Pairs):
         """tile[pairs of keys, width] from a cache's rows of codes."""
         s, k = self.s, module.function("stage_values", prototype(TILE_WORDS))
         p = k.p
-        whole = p["length"] // s.lanes * s.lanes
+        n = s.lanes
+        twice, whole = (p["length"] // step * step for step in (2 * n, n))
         with k.range(0, p["count"]) as t:
             to = k.at(p["tile"], t * p["length"] * s.number_bytes)
-            with k.range(0, whole, s.lanes) as column:
-                x = self.pair_of_values(k, p["places"], p["row"], t, column, s.lanes)
-                k.store(x, to, column * s.number_bytes)
+            rows = self.rows_of_pair(k, p["places"], p["row"], t)
+            if s.stages_blocks:
+                fetch_codes(k, s, p["places"], [(t * 2, p["row"]), (t * 2 + 1, p["row"])], p["length"])
+            with k.range(0, twice, 2 * n) as column:
+                for i, (x,) in enumerate(self.load_columns(k, rows, [column, column + n])):
+                    k.store(x, to, (column + i * n) * s.number_bytes)
+            with k.range(twice, whole, n) as column:
+                k.store(self.load_values(k, rows, column)[0], to, column * s.number_bytes)
             with k.range(whole, p["length"]) as column:
                 k.store(self.pair_of_values(k, p["places"], p["row"], t, column, 0), to, column * s.number_bytes)
         return k.finish()

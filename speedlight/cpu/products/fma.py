@@ -17,7 +17,7 @@ from ..memory.formats import FORMATS
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .outer import OuterProduct
-from .packing import KeyRun, each_unit, split_lanes, split_pairs, split_rows, stage_lanes, stage_rows
+from .packing import KeyRun, each_unit, split_lanes, split_pairs, split_rows, stage_lanes, stage_rows, widen_blocks
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2_F32 = 0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006
@@ -60,6 +60,8 @@ class Fma(OuterProduct):
         rows = stage_rows(self, module)
         if self.splits_bf16_pairs:
             return split_lanes(module, self.s), split_rows(module, self.s)
+        if self.s.stages_blocks:
+            return widen_blocks(self, module), rows
         return stage_lanes(self, module) if self.s.cached and not self.s.latent else rows, rows
 
     def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:

@@ -490,14 +490,14 @@ def _block_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
     A key past the last has the score of the one before, which the tile's facts then hold twice.
     """
     s, p = product.s, k.p
-    unit, place = s.stored_bytes, j // BLOCK * 8
+    unit, place = s.block_unit_bytes, j // BLOCK * 8
     block, next_block = (k.load(PTR, p["keys"], place + n) for n in (0, 8))
     rows = [k.at(block, (j & (BLOCK - 1)) * unit + m * unit) for m in range(s.rows)]
     share = (j & (BLOCK - 1)) // s.rows * (BLOCK * unit)
 
     def run(step: Step) -> None:
         def turn(t: Value) -> None:
-            if s.fetching.rows:
+            if s.fetching.rows and not s.stages_blocks:
                 k.prefetch(k.at(next_block, t * (BLOCK * unit) + share))
             take_two(s, step, t)
 
