@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import latents
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES
+from ..arrays.dtypes import CODES, CodeFormat
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, join_words, shown
@@ -267,38 +267,79 @@ def error_bound(
 
 
 @standard
-def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises tokens as a cache of codes does: codes · scales is as near to x as a scale for each row allows.
+def quantise(x: Any, dtype: Any, *, block: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Quantises tokens as a cache of codes does. A code times its scale is near the number.
 
-    A row's scale is its largest magnitude over the largest code, 127 of int8 and 448 of float8_e4m3fn; a code is the
-    nearest to x / scale, of two the even one. Both quotients are rounded to float32. A row with NaN or infinity has a
-    scale of NaN. docs/numerics.md says how far codes · scales may be from x.
+    A scale is of `block` neighbouring elements of a row, and the last block may have fewer. A block with NaN or
+    infinity has a scale of NaN.
+
+    - "int8" and "float8_e4m3fn": a scale is the largest magnitude over the largest code, 127 and 448. A code is the
+      nearest to x / scale, of two the even one. Both quotients are rounded to float32.
+    - "int4": codes and scales are ggml's of the type q4_0. A scale is the first element of the largest magnitude over
+      -8, as float16, and a code is -8 to 7. A scale beyond float16's largest number becomes that, and codes of a scale
+      that underflows to zero are 0.
+
+    docs/numerics.md says how far codes · scales may be from x.
 
     Args:
         x: (…, dim) of float32, float16 or bfloat16: each row of dim elements, a token's of one head, is by itself.
-        dtype: "int8" or "float8_e4m3fn", as KVCache takes it.
+        dtype: "int8", "float8_e4m3fn" or "int4", as KVCache takes it.
+        block: elements that share a scale. Default a whole row, of int4 32. A cache of latents has 128.
 
     Returns:
-        codes (…, dim) and scales (…, 1), both as float32.
+        codes (…, dim) and scales (…, blocks), both as float32. The numbers are
+        codes * scales.repeat(block, -1)[..., :dim], or codes * scales where a row has one scale.
 
     >>> import numpy as np, speedlight as sl
     >>> codes, scales = sl.reference.quantise(np.float32([[896.0, 100.0, 0.01]]), "fp8")
     >>> codes.tolist(), scales.tolist()
     ([[448.0, 48.0, 0.005859375]], [[2.0]])
+    >>> codes, scales = sl.reference.quantise(np.float32([[4.0, -1.2, 0.3]]), "int4")
+    >>> codes.tolist(), scales.tolist()
+    ([[-8.0, 2.0, -1.0]], [[-0.5]])
     """
     name = cache_dtype(dtype)
     if name not in CODES:
         raise ArgumentTypeError(f"dtype: expected {join_words(CODES)}; got {name}, of which a cache keeps every bit.")
     given = describe(x, "x")
     check_tokens(given.dtype, "x", name)
-    row = CODES[name]
-    rows, last = given.numpy().astype(np.float32), np.float32(row.largest)
+    rows = given.numpy().astype(np.float32)
+    dim = rows.shape[-1]
+    each = (CODES[name].block if block is None else size("block", block, 1)) or max(dim, 1)
+    count = -(-dim // each) or 1
+    blocks = np.zeros((*rows.shape[:-1], count * each), np.float32)
+    blocks[..., :dim] = rows
+    blocks = blocks.reshape(*rows.shape[:-1], count, each)
     with np.errstate(all="ignore"):
-        most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
-        scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
-        ratios = np.where(scales > 0, np.clip(rows / scales, -last, last), np.float32(0))
+        codes, scales = (_ggml_codes if CODES[name].is_packed else _nearest_codes)(blocks, CODES[name])
+    return codes.reshape(*rows.shape[:-1], count * each)[..., :dim].copy(), scales[..., 0]
+
+
+def _nearest_codes(blocks: np.ndarray, row: CodeFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the codes nearest to blocks over their scales, and the scales, (…, 1)."""
+    last = np.float32(row.largest)
+    most = np.abs(blocks).max(axis=-1, keepdims=True, initial=0.0)
+    scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
+    ratios = np.where(scales > 0, np.clip(blocks / scales, -last, last), np.float32(0))
     digits = row.digits - np.maximum(np.frexp(ratios)[1], row.least)  # after the point
     return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
+
+
+def _ggml_codes(blocks: np.ndarray, row: CodeFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the codes and scales (…, 1) of ggml's quantize_row_q4_0_ref().
+
+    It has no rule for a scale that float16 cannot hold, nor for NaN and infinity.
+    """
+    sizes = np.abs(blocks)
+    first = sizes.argmax(axis=-1, keepdims=True)  # of NaN, if there is one
+    largest = np.take_along_axis(blocks, first, axis=-1) + np.float32(0)  # a zero is +0
+    exact, most = largest / np.float32(-row.largest), np.finfo(np.float16).max
+    exact = np.where(np.isinf(exact.astype(np.float16)), np.copysign(np.float32(most), exact), exact)
+    scales = np.where(np.isfinite(largest), exact, np.float32(np.nan)).astype(np.float16).astype(np.float32)
+    live = (scales != 0) & np.isfinite(scales)
+    ratios = np.where(live, blocks * np.where(live, np.float32(1) / exact, np.float32(0)), np.float32(0))
+    codes = np.floor(np.clip(ratios + np.float32(8.5), np.float32(0), np.float32(15))) - np.float32(8)
+    return codes, scales
 
 
 @public(leaves_graph=False)
