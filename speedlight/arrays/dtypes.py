@@ -75,7 +75,7 @@ CODES = {
     ),
 }  # fmt: skip
 SPELLINGS = {x: name for name, row in CODES.items() for x in row.spellings}
-SHORTEST = {name: min(name, *row.spellings, key=len) if row.spellings else name for name, row in CODES.items()}  # to type
+SHORTEST = {name: min((name, *row.spellings), key=len) for name, row in CODES.items()}  # to type
 ON_GPU = {name: row.on_gpu for name, row in CODES.items() if row.on_gpu}
 
 

@@ -5,6 +5,7 @@ Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -222,6 +223,7 @@ def error_bound(
     proven: bool = False,
     dot: bool | str = False,
     int8: bool = False,
+    codes: Any = None,
     tile: int | None = None,
     value_dim: Any = None,
     **options: Unpack[AllOptions],
@@ -229,13 +231,14 @@ def error_bound(
     """Bounds how far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
 
     Args:
-        q, k, v, **options: as for `attention`.
+        q, k, v, **options: as for `attention`. Of codes, k and v are float32, and q what attend() takes.
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
             Default: what roundings of these very numbers come to at most, to first order: several times less.
         dot: bfloat16 by the dot instruction, where k and v are of q's dtype; "tiles": by tiles (AMX); "odd": by Arm's
-            instructions.
-        int8: k and v are codes · scales of a cache of codes (int8, float8_e4m3fn), as its keys() and values() give
-            them.
+            instructions. Codes are multiplied so under bfloat16 queries.
+        int8: codes="int8".
+        codes: k and v are codes · scales of a cache of this dtype ("int8", "float8_e4m3fn", "int4"), as its keys() and
+            values() give them; with v=None those of latents.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
         value_dim: as for `attention`, with v=None.
 
@@ -254,16 +257,33 @@ def error_bound(
     tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
+    name, is_latent = _codes_of(codes, int8=int8), v is None
     k, v = latents.resolve_joined(k, v, value_dim)
+    kind = describe(q, "q").dtype
+    if name is not None and kind != describe(k, "k").dtype:
+        q = describe(q, "q").numpy().astype(np.float32)  # which codes are multiplied with; the result is rounded
     case = _case(error_bound, q, k, v, options)
-    dot, precision = False if case.problem.widened else dot, options.get("precision", "ieee")
-    arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)
+    if case.problem.widened or (name is not None and kind != "bfloat16"):
+        dot = False
+    problem = case.problem if name is None else replace(case.problem, dtype=kind)
+    precision = options.get("precision", "ieee")
+    arithmetic = Arithmetic(problem, proven, dot, name, is_latent and name is not None, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):
         for head in case.heads():
             if head.q.size and (head.k.size or head.problem.sinks):
                 out[head.at], lse[head.at] = bounds_of(head, arithmetic)
     return Bounds(case.outward(out), lse)
+
+
+def _codes_of(codes: Any, *, int8: bool) -> str | None:
+    """Returns the dtype of codes that error_bound() is given."""
+    if codes is None:
+        return "int8" if int8 else None
+    name = cache_dtype(codes)
+    if name not in CODES:
+        raise ArgumentTypeError(f"codes: expected {join_words(CODES)}; got {name}, of which a cache keeps every bit.")
+    return name
 
 
 @standard
