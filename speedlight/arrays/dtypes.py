@@ -50,6 +50,11 @@ class CodeFormat(NamedTuple):
         return self.bits == 4
 
     @property
+    def scale_bytes(self) -> int:
+        """Returns the bytes of a scale."""
+        return DTYPES[self.scale][1]
+
+    @property
     def error(self) -> float:
         """Bounds how far code · scale is from its number, over the largest magnitude of those that share the scale.
 

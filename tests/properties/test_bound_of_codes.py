@@ -160,9 +160,7 @@ def shares(rng: Random, dtype: str, kind: str, *, latent: bool) -> tuple[str, li
     want, want_lse = reference.attention(q[None, None], *stored, return_lse=True, scale=scale, **more)
     found = []
     for proven in (False, True):
-        bounds = reference.error_bound(
-            kept, *stored, codes=dtype, dot=DOT[kind], proven=proven, scale=scale, **more
-        )
+        bounds = reference.error_bound(kept, *stored, codes=dtype, dot=DOT[kind], proven=proven, scale=scale, **more)
         what = f"{name}, {keys.shape}, {values.shape}, {'proven' if proven else 'ordinary'}"
         rounded = out.astype(kept.dtype)[None, None]
         found.append(assert_within(rounded, want, bounds.out, f"out of {what}", zeros_allowed=True))
