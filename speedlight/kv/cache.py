@@ -103,7 +103,7 @@ class KVCache:
         self.dtype: DtypeName = cache_dtype(dtype)
         self._ring = ring_of(self.window, self.keep_first)
         room = None if window else self.capacity
-        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim)
+        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim, self.dtype)
         dims = self.head_dim, self.value_dim
         shape = TokenShape(self.layers, self.kv_heads, *dims, self.dtype, room, self.latent)
         self._storage = engine.cache_storage(shape, self.batch, self.capacity, self._ring, device)

@@ -97,7 +97,7 @@ class PagePool:
             way = f"Use {-(-self.page_size // BLOCK) * BLOCK}"
             raise ArgumentError(f"page_size: expected a multiple of {BLOCK}; got {self.page_size}. {way}.")
         self.dtype = cache_dtype(dtype)
-        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim)
+        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim, self.dtype)
         room, dims = self.pages * self.page_size, (self.head_dim, self.value_dim)
         shape = TokenShape(self.layers, self.kv_heads, *dims, self.dtype, room, self.latent)
         # first: the reservation may fail

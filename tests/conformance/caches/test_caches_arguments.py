@@ -87,7 +87,7 @@ def test_float8_by_its_names():
         with pytest.raises(sl.ArgumentTypeError, match=way):
             made(theirs)
     for other in (torch.float8_e5m2, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3, "e4m3"):
-        with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8 or float8_e4m3fn \\('fp8'\\); got"):
+        with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8, float8_e4m3fn \\('fp8'\\) or int4; got"):
             made(other)
 
 

@@ -13,7 +13,7 @@ import pytest
 from caches import made
 from conftest import FULL
 from injection import interrupted, needs_places, places
-from problems import CODES, DTYPES, numpy_dtype, qkv, taken
+from problems import CODES, DTYPES, STORED_CODES, numpy_dtype, qkv, taken
 
 import speedlight as sl
 from speedlight.arrays.files import read_arrays, read_metadata, write_arrays
@@ -54,11 +54,13 @@ def parts_of(cache):
 
 
 @pytest.mark.units("dtype")
-@pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
+@pytest.mark.parametrize("dtype", [*DTYPES, *STORED_CODES])
 @pytest.mark.parametrize("more", [{}, {"window": 70, "keep_first": 5, "capacity": None}], ids=["whole", "ring"])
 def test_a_loaded_cache_has_every_slot_and_goes_on_without_its_file(rng, tmp_path, dtype, more):
     """Of keys and of latents: codes and scales are moved as they are, and appends never reach the file."""
     for sizes in ({"head_dim": 70, "value_dim": 33}, {"head_dim": 70, "value_dim": 33, "latent": True}):
+        if "latent" in sizes and dtype == "int4":
+            continue
         sizes |= {"layers": 2, "batch": 3, "kv_heads": 2, "dtype": dtype, "capacity": 300} | more
         cache, path = sl.KVCache(**sizes), tmp_path / f"{len(sizes)}.safetensors"
         k = rng.standard_normal((3, 2, 250, 70)).astype(numpy_dtype(taken(dtype)))
