@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at a
         (lambda c, q, k, v: c.length(0, 1), "item: expected 0 to 0; got 1"),
         (lambda c, q, k, v: c.select([]), "batch_indices: expected at least one"),
         (lambda c, q, k, v: sl.KVCache(layers=0, kv_heads=1, head_dim=1, capacity=1), "layers: expected a size"),
-        (lambda c, q, k, v: sl.KVCache(layers=1, kv_heads=1, head_dim=1, capacity=1, dtype="int4"), "dtype: expected"),
+        (lambda c, q, k, v: sl.KVCache(layers=1, kv_heads=1, head_dim=1, capacity=1, dtype="int5"), "dtype: expected"),
         (lambda c, q, k, v: c.save("x.npz"), "expected a name that ends in .safetensors"),
     ],
 )
