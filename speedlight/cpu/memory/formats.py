@@ -18,6 +18,9 @@ from ..language.functions import like
 from ..language.vector import F16, F32, I1, I8, I16, I32, Function, Value, lanes_of, vec
 
 _WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
+_INFINITE = 0x7F800000  # as bits of a float32
+_LARGEST_F16, _INFINITE_F16 = 65504.0, 65520.0  # from the second on a number becomes infinity
+_NAN_F16 = 0x7E00
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +138,49 @@ class Float8:
         return k.select(live, code, k.const(0, code.type))
 
 
+class Int4:
+    """Whole numbers from -8 to 7, two in a byte, with scales of float16: ggml's q4_0."""
+
+    name, is_coded, in_pairs = "int4", True, False
+    bits, last = CODES[name].bits, float(CODES[name].largest)
+    unit = 1.0
+
+    def widen_pairs(self, k: Function, pointer: Value, offset: Value | int, lanes: int) -> tuple[Value, Value]:
+        """Loads bytes side by side; returns the codes of their low and of their high halves, in f32."""
+        whole = _extended(k, load_codes(k, pointer, offset, lanes), I32)
+        kind = vec(F32, lanes)
+        return k.to_float(_signed(k, whole << 28, 28), kind), k.to_float(_signed(k, whole, 4), kind)
+
+    def scale_bits(self, k: Function, x: Value) -> tuple[Value, Value]:
+        """Returns the scale of numbers in lanes, as bits of float16, and what they are multiplied by to be coded: 0 if
+        their codes are 0.
+        """
+        sizes = x.bits(like(x, I32)) & 0x7FFFFFFF
+        lanes = lanes_of(x)
+        most = k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i32", I32, sizes)
+        word = ir.IntType(lanes)
+        first = k.intrinsic(f"llvm.cttz.i{lanes}", word, sizes.equals(k.splat(most, lanes)).bits(word), k.const(1, I1))
+        negative = ((((x < 0.0).bits(word)) >> first) & 1).differs(0)
+        size = most.bits(F32) * (1 / self.last)
+        size = k.select(size >= _INFINITE_F16, k.const(_LARGEST_F16, F32), size)
+        scale = k.select(negative, size, -size)  # the largest number is coded as -8
+        bits = k.select(most < _INFINITE, k.narrow(scale, F16).bits(I16), k.const(_NAN_F16, I16))
+        live = (most < _INFINITE) & (bits & 0x7FFF).differs(0)
+        return bits, k.select(live, k.const(1.0, F32) / scale, k.const(0.0, F32))
+
+    def narrow(self, k: Function, x: Value, factor: Value) -> Value:
+        """Codes of numbers in lanes, as bytes; `factor`: as scale_bits() gives it."""
+        wide, zero = like(x, I32), k.const(0.0, x.type)
+        factor = k.splat(factor, lanes_of(x))
+        moved = k.min(k.max(x * factor + 8.5, zero), k.const(15.0, x.type))
+        codes = Value(k, k.b.fptosi(moved.x, wide)) - 8
+        return k.trunc(k.select(factor.differs(0.0), codes, k.const(0, wide)), like(x, I8))
+
+
 def load_scales(k: Function, codes: TokenFormat, block: Value, offset: Value | int, lanes: int) -> Value:
     """Loads scales of a cache's codes, side by side, times what those are widened over: exactly."""
-    scales = k.load(vec(F32, lanes), block, offset)
+    storage = {"float32": "f32", "float16": "f16"}[CODES[codes.name].scale]
+    scales = conversions.load(k, storage, block, offset, lanes)
     return scales if codes.unit == 1 else scales * codes.unit
 
 
@@ -155,6 +198,11 @@ def _bf16(x: float) -> int:
     return int(np.float32(x).view(np.uint32)) >> 16
 
 
+def _signed(k: Function, x: Value, shift: int) -> Value:
+    """Shifts integers to the right, and copies their sign."""
+    return Value(k, k.b.ashr(x.x, k.const(shift, x.type).x))
+
+
 def _round_to_float8(k: Function, size: Value, signed: Value) -> Value:
     """Returns a magnitude (f32, up to 448) as the bits of float8_e4m3fn, to nearest even, with the sign of another
     number.
@@ -170,6 +218,6 @@ def _round_to_float8(k: Function, size: Value, signed: Value) -> Value:
     return k.trunc(steps + (steps >> 20) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
 
 
-TokenFormat = Plain | Int8 | Float8
-Codes = Int8 | Float8
-FORMATS: dict[str, TokenFormat] = {x.name: x for x in (*map(Plain, STORAGE_BYTES), Int8(), Float8())}
+TokenFormat = Plain | Int8 | Float8 | Int4
+Codes = Int8 | Float8 | Int4
+FORMATS: dict[str, TokenFormat] = {x.name: x for x in (*map(Plain, STORAGE_BYTES), Int8(), Float8(), Int4())}

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ...arrays.dtypes import STORAGE_BYTES
+from ...arrays.dtypes import CODES, LATENT_BLOCK, STORAGE_BYTES
 from ...host.machine import PRODUCTS, Isa, sum_storage
 from ...host.tunings import TUNINGS, Fetching, RegisterTiles, shipped
 from .records import BLOCK
@@ -315,11 +315,17 @@ class AppendShape:
     values: Source
     streams: bool = False  # whole blocks, of rows of whole cache lines, go past the caches
     raw: bool = False  # to rows in pages of any size and strides
+    latent: bool = False  # keys are the codes of latents, row by row, and values the rest of them, without codes
     kind: ClassVar[str] = "append"
 
     @property
     def format(self) -> TokenFormat:
         return _formats()[self.stored]
+
+    @property
+    def scale_block(self) -> int:
+        """Codes of a row that share a scale; 0: all."""
+        return LATENT_BLOCK if self.latent else CODES[self.stored].block
 
     @property
     def pairs(self) -> bool:
@@ -333,7 +339,7 @@ class AppendShape:
 
     @property
     def stem(self) -> str:
-        return f"append_{'raw_' * self.raw}{self.stored}_{self.isa.name}"
+        return f"append_{'raw_' * self.raw}{'latent_' * self.latent}{self.stored}_{self.isa.name}"
 
 
 @functools.cache
