@@ -84,6 +84,15 @@ SHORTEST = {name: min((name, *row.spellings), key=len) for name, row in CODES.it
 ON_GPU = {name: row.on_gpu for name, row in CODES.items() if row.on_gpu}
 
 
+def scales_of(codes: str | None, *, latent: bool) -> str:
+    """Says what share the scales of codes: rows, blocks of columns, or those of latents; nothing where there are none."""
+    if codes is None:
+        return ""
+    if latent:
+        return "latents"
+    return "blocks" if CODES[codes].block else "rows"
+
+
 def numpy_dtype(name: str) -> np.dtype:
     """Returns the NumPy dtype of a name; bfloat16's and some codes' are ml_dtypes'."""
     if name == "bfloat16" or (name in CODES and CODES[name].library == "ml_dtypes"):

@@ -60,13 +60,13 @@ class Isa:
         """Has tile registers, which a process must ask the system for."""
         return "amx-tile" in self.needs
 
-    def product(self, storage: str, *, gradients: bool = False, codes: bool = False) -> str:
+    def product(self, storage: str, *, gradients: bool = False, codes: str = "") -> str:
         """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each.
 
-        codes: keys and values are codes, under queries that are stored so.
+        codes: keys and values are codes, under queries that are stored so: a name of Steps.codes.
         """
         name = dict(self.products).get(storage, "fma")
-        if codes and not PRODUCTS[name].codes:
+        if codes and codes not in PRODUCTS[name].codes:
             return "fma"
         return PRODUCTS[name].gradients or name if gradients else name
 
@@ -100,14 +100,16 @@ class Steps(NamedTuple):
     packed: int = 1  # units that lie together in a packed row of queries or keys: zeros fill it up
     title: str = "multiply-adds"
     tried: tuple[str, ...] = ()  # kernels before whose first use the order of its instruction's sums is tried
-    codes: bool = False  # takes codes of keys and values, which its elements have exactly
+    # codes of keys and values that it takes, which its elements have exactly: with a scale for a row, for columns
+    # ("blocks"), or "latents"
+    codes: tuple[str, ...] = ()
 
 
 # by name; host/tunings.py has a row of blockings for each
 PRODUCTS = {
-    "fma": Steps(1, codes=True),
-    "pairs": Steps(2, dot=True, title="pairs of bfloat16", codes=True),
-    "amx_tiles": Steps(2, 16, 32, "fma", "tiles", 16, "tiles of bfloat16", ("forward",), codes=True),
+    "fma": Steps(1, codes=("rows", "blocks", "latents")),
+    "pairs": Steps(2, dot=True, title="pairs of bfloat16", codes=("rows", "blocks")),
+    "amx_tiles": Steps(2, 16, 32, "fma", "tiles", 16, "tiles of bfloat16", ("forward",), codes=("rows",)),
     "odd_pairs": Steps(2, 1, 8, "fma", "odd", 2, "pairs of bfloat16, rounded to odd", ("forward", "decode")),
 }
 

@@ -52,6 +52,7 @@ class Stored(NamedTuple):
     shortest: int | None = None  # what is made of the problem is used for any k_lengths from this to those given
     keeper: str = "the cache"  # in messages
     most: int | None = None  # keys that a sequence can have
+    latent: bool = False  # values are the first columns of keys
 
 
 @standard
@@ -237,6 +238,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).{way}")
     fields = {
         "quantised": stored.dtype if stored.dtype in CODES else None,
+        "latent_codes": stored.latent and stored.dtype in CODES,
         "widened": stored.dtype if are_widened(stored.dtype, q.dtype) else None,
         "items": stored.items,
         "first_row": None if stored.shortest is None else stored.shortest - max(q_lens, default=0),

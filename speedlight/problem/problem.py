@@ -61,7 +61,8 @@ class Problem:
     score: Expression | None = None
     sinks: tuple[float, ...] | None = None  # one logit per query head
     rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
-    quantised: str | None = None  # dtype of codes, where keys and values are such with a scale per token and head
+    quantised: str | None = None  # dtype of codes, where keys and values are such with scales per token and head
+    latent_codes: bool = False  # … and values are the first columns of keys, whose rest has no codes
     items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
     dropout: float = 0.0  # how likely a weight is dropped, after the softmax
     seed: int = 0  # of what says which

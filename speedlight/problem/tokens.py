@@ -38,7 +38,16 @@ class TokenShape(NamedTuple):
 
     def stored(self, lengths: list[int], **more: Any) -> Stored:
         """Describes stored tokens, so many of each sequence, for building a Problem; more: as Stored has it."""
-        return Stored(self.dtype, self.kv_heads, self.head_dim, self.value_dim, tuple(lengths), most=self.most, **more)
+        return Stored(
+            self.dtype,
+            self.kv_heads,
+            self.head_dim,
+            self.value_dim,
+            tuple(lengths),
+            most=self.most,
+            latent=self.latent,
+            **more,
+        )
 
 
 class Piece(NamedTuple):

@@ -20,7 +20,7 @@ from speedlight import reference
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 STORED_CODES = ("int8", "float8_e4m3fn", "int4")  # of caches, with scales for each token and head
-WAITING = ("int4",)  # which kernels of attention do not read yet
+WAITING: tuple[str, ...] = ()
 CODES = tuple(x for x in STORED_CODES if x not in WAITING)
 READS_LATENT_CODES = False  # whether these kernels read codes of latents, by blocks of columns
 SCALES = {"int4": np.float16}  # dtypes of scales that are not float32

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...arrays.dtypes import CODES, STORAGE_BYTES
+from ...arrays.dtypes import CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
@@ -60,7 +60,23 @@ def product_name(problem: Problem, isa: Isa, *, gradients: bool = False) -> str:
     """Names what multiplies, in machine.PRODUCTS. Keys of another dtype than q's are widened first."""
     if problem.widened:
         return "fma"
-    return isa.product(problem.storage, gradients=gradients, codes=problem.quantised is not None)
+    return isa.product(problem.storage, gradients=gradients, codes=codes_of(problem))
+
+
+def codes_of(problem: Problem) -> str:
+    """Says what share the scales of a problem's codes, as Steps.codes does; nothing where there are none."""
+    return scales_of(problem.quantised, latent=problem.latent_codes)
+
+
+def count_scales(problem: Problem) -> tuple[int, int]:
+    """Counts the scales of a key and of a value; none where there are no codes. The rest of a latent counts as one."""
+    if problem.quantised is None:
+        return 0, 0
+    size = LATENT_BLOCK if problem.latent_codes else CODES[problem.quantised].block
+    if not size:
+        return 1, 1
+    values = -(-problem.value_dim // size)
+    return (values + 1 if problem.latent_codes else -(-problem.head_dim // size)), values
 
 
 def schedule(
@@ -251,7 +267,8 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bo
         width=width,
         staged_keys=(staged[0] or together > 1) * TILE * units * number,  # a tile that is not whole is copied
         staged_values=staged[1] * ((TILE // elements) * columns * number + (together > 1) * 64),
-        quantised=problem.quantised is not None,
+        scales=count_scales(problem),
+        blocks=codes_of(problem) in ("blocks", "latents"),
     )
 
 
@@ -299,6 +316,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         units=-(-problem.head_dim // elements),
         slots=-(-problem.value_dim // isa.lanes(problem.storage)),
         vector=isa.vector_bytes,
+        scales=count_scales(problem)[1] * (codes_of(problem) == "blocks"),
     )
     if tasks * spans * sizes.states > _PARTIALS:
         parts = 1  # a window over a sequence without end: what its spans leave must not grow with it

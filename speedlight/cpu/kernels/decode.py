@@ -335,8 +335,9 @@ class _Task(Work):
         k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
         self.drop(start, count)
         if parts.rescale is not None:
-            with k.range(0, self.rows) as r:
-                k.call(parts.rescale, self.weights(r), self.v_places, count)
+            with k.range(0, self.rows) as r, k.range(0, self.count_scales()) as n:
+                to = k.at(self.scaled_weights(r), n * self.scaled_row)
+                k.call(parts.rescale, self.weights(r), to, self.v_places, count, n * (BLOCK * s.scale_bytes))
         self.begin_sums()
         shared = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
         self.add_values(shared, regular)
@@ -372,6 +373,21 @@ class _Task(Work):
     def weights(self, r: Value) -> Value:
         """Returns where a row's scores, and then weights, lie."""
         return self.k.at(self.scores, r * score_row(self.s))
+
+    def count_scales(self) -> Value:
+        """Counts the scales of a value."""
+        return self.s.count_scales(self.value_dim) if self.s.scale_block else self.k.i64(1)
+
+    @property
+    def scaled_row(self) -> Value:
+        """Returns the bytes from all rows' weights times a scale of values to those times the next."""
+        return self.rows * score_row(self.s)
+
+    def scaled_weights(self, r: Value) -> Value:
+        """Returns where a row's weights lie that multiply values: of codes times their scales."""
+        if not self.s.scale_block:
+            return self.weights(r)
+        return self.k.at(self.part("scaled"), r * score_row(self.s))
 
     def weigh(self, start: Value, count: Value, clear: Value) -> Value:
         """Makes weights of every row's scores; returns how many keys all rows see."""
@@ -437,7 +453,8 @@ class _Task(Work):
         row = self.slots * self.s.vector_bytes
         sums = self.k.at(self.tile_sums, r * row)
         places = (self.v_places, self.a.v_row)
-        return sums, row, self.weights(r), *places, first, end, self.value_dim, self.slots, regular
+        weights = self.scaled_weights(r)
+        return sums, row, weights, *places, first, end, self.value_dim, self.slots, regular, self.scaled_row
 
     def accumulate(self, r: Value) -> None:
         """Makes the accumulator accumulator · alpha + the tile's sums."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...problem.problem import SPAN, TILE
 from ..language.lookups import lines
-from ..language.vector import I1, I64, PTR, Function, Module, Value
+from ..language.vector import F32, I1, I64, PTR, Function, Module, Value, vec
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK, ENDS, LANES, PLACES, ROW_AT, Item
 from ..memory.shape import Shape
@@ -24,7 +24,7 @@ from .dropping import drop_tile
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panel_products import score_tile
 from .panel_states import clear_state, copy_state, load_state, merge_states, store_panel, store_state
-from .panel_weights import softmax_tile
+from .panel_weights import scale_weights, softmax_tile
 from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
 from .softmax import SINK_SUM, natural_log
@@ -45,6 +45,7 @@ class _Parts:
         self.prefetch_addresses = prefetch_addresses(m, s, s.program) if self.per_query_streams else None
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
         self.drop = drop_tile(m, s) if s.dropout else None
+        self.scale_weights = scale_weights(m, s) if s.scale_block else None
         self.value, self.predicated = product.value_tile(m), product.predicated_tile(m)
         self.expression = expression_tile(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
@@ -322,7 +323,7 @@ class _Task(PanelWork):
             self.stage_keys(k_staged, k_places, start, count)
         if s.cached:  # values that lie block after block are read there
             regular = self.locate(v_places, "v", start, self.count_located(start, count))
-            values = k.at(k.load(PTR, v_places), s.header)
+            values = k.load(PTR, v_places)
             stage_v = stage_v | regular.equals(0)
         v_row, k_row = s.step_bytes(a.v_row), a.k_row  # of a cache's values: from a unit to the next
         if s.scattered:
@@ -399,7 +400,7 @@ class _Task(PanelWork):
         units = s.packed_units(a.head_dim)
         self.locate(places, "k", start, self.count_located(start, count))
         if not s.in_parts:
-            row = s.format.offset(a.head_dim) if s.latent else a.k_row
+            row = a.value_dim if s.latent else a.k_row
             k.call(self.parts.stage_keys, to, places, row, a.k_column, count, a.head_dim, units, k.i64(0))
             return
         k.call(self.parts.stage_keys, to, places, a.k_row, a.k_column, count, a.latent_dim, units, k.i64(0))
@@ -434,13 +435,24 @@ class _Task(PanelWork):
     def stage_scales(self, k_places: Value, v_places: Value, count: Value) -> None:
         """Stages a tile's scales, side by side: of keys, then of values."""
         k = self.k
-        for places, to in zip((k_places, v_places), self.scales(), strict=True):
+        s, a = self.s, self.a
+        dims = a.value_dim if s.latent else a.head_dim, a.value_dim
+        for places, to, columns in zip((k_places, v_places), self.scales(), dims, strict=True):
             with k.range(0, count, BLOCK) as j:
-                k.store(load_scales(k, self.s.format, k.load(PTR, places, j // BLOCK * 8), 0, BLOCK), to, j * 4)
+                block = k.load(PTR, places, j // BLOCK * 8)
+                with k.range(0, s.count_scales(columns) if s.scale_block else k.i64(1)) as n:
+                    at = k.at(block, n * (BLOCK * s.scale_bytes))
+                    k.store(load_scales(k, s.format, at, 0, BLOCK), to, (n * TILE + j) * 4)
+        if s.latent:  # the rest of a key, which has no codes
+            rest = s.count_scales(a.value_dim) * TILE
+            with k.range(0, TILE, BLOCK) as j:
+                k.store(k.const(1.0, vec(F32, BLOCK)), self.scales()[0], (rest + j) * 4)
 
     def scales(self) -> list[Value]:
-        """Returns where scales lie: of keys, and of values."""
-        return [self.k.at(self.part("scales"), n * (TILE * 4)) for n in (0, 1)]
+        """Returns where scales lie: of keys, and of values, [scale, TILE] each."""
+        s, a = self.s, self.a
+        keys = s.count_scales(a.value_dim) + 1 if s.latent else s.count_scales(a.head_dim)
+        return [self.part("scales"), self.k.at(self.part("scales"), self.k.i64(TILE * 4) * keys)]
 
     def panel_tile(self, panel: Panel, tile: Tile, seen: Seen) -> None:
         """Takes a panel through the keys of a tile that the mask shows; `causal` may hide more of them."""
@@ -465,11 +477,15 @@ class _Task(PanelWork):
         # keys that any but the last vector of queries sees
         wide = k.max(k.load(I64, limits, (s.panel - s.lanes - 1) * 8) - start, k.i64(0)) if s.has_narrow_tail else high
         arguments = (panel.part("queries"), keys, tile.k_row, high, s.packed_units(a.head_dim), check, self.fetch)
-        rest = []
+        codes, rest = [], []
+        if s.scale_block:
+            codes = [s.count_units(a.value_dim if s.latent else a.head_dim)]
         if tile.rest is not None:
             at, row = tile.rest
             rest = [k.at(at, first * row), row, s.count_units(a.latent_dim)]
-        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1], *rest)
+        k.call(
+            parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1], *codes, *rest
+        )
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
             where = (position, start, high, self.item.index, masked, full, self.fetch)
@@ -477,25 +493,42 @@ class _Task(PanelWork):
             with k.when(hides):
                 k.call(parts.expression, k.p["a"], self.scratch, self.scratch, check, lanes, limits, *where)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
-        unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
+        unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:] * s.scales_weights)
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        self.add_values(state, tile, values, (clear, unpredicated, wide, high))
+        seen_keys = clear, unpredicated, wide, high
+        if parts.scale_weights is None:
+            self.add_values(state, tile, values, seen_keys, self.scratch)
+            return
+        with k.range(0, s.count_scales(a.value_dim)) as n:
+            scaled = self.part("scaled")
+            k.call(parts.scale_weights, self.scratch, scaled, k.at(scales[1], n * (TILE * 4)), high)
+            first = n * s.scale_block
+            columns = first, k.min(k.i64(s.scale_block), a.value_dim - first)
+            self.add_values(state, tile, values, seen_keys, scaled, columns)
 
-    def add_values(self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...]) -> None:
+    def add_values(
+        self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...], weights: Value,
+        columns: tuple[Value, Value] | None = None,
+    ) -> None:  # fmt: skip
         """Values by weights, summed to a panel's state. keys: those that all see, from and to; that any but the last
-        vector sees; all.
+        vector sees; all. columns: the first of values, and how many, where these are not all.
         """
         k, s, parts, a = self.k, self.s, self.parts, self.a
         clear, full, wide, steps = (s.count_units(x) for x in keys)
         clear, full = product_of(s).whole_steps(k, clear, full, steps, tile.values, a.width)
         accumulator, fresh = k.at(state, 2 * s.row_bytes), k.zext((tile.start % SPAN).equals(0), I64)
+        partial, width = self.part("partial"), a.value_dim
+        if columns is not None:
+            column, width = columns
+            accumulator, partial = (k.at(x, column * s.row_bytes) for x in (accumulator, partial))
+            values = k.at(values, column * s.number_bytes)
 
         def add(function: Any, first: Value, end: Value, *more: Value) -> None:
             with k.when(first < end):
-                sums = a.value_dim, self.part("check"), self.part("partial"), fresh
-                k.call(function, accumulator, self.scratch, values, tile.v_row, first, end, steps, *sums, *more)
+                sums = width, self.part("check"), partial, fresh
+                k.call(function, accumulator, weights, values, tile.v_row, first, end, steps, *sums, *more)
 
         if s.hides:
             clear = k.select(full > 0, clear, k.i64(0))

@@ -37,7 +37,11 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     `wide` on are seen by the last vector of queries alone (`causal`): the others' scores of these are whatever lay
     there, which softmax_tile hides. Of keys in two parts, units from `rest_unit` on are the second's, in `rest`.
     """
-    more = " scales*" * s.format.is_coded + " rest* rest_row rest_unit" * s.reads_parts
+    more = (
+        " scales*" * s.format.is_coded
+        + " code_units" * (s.scale_block > 0)
+        + " rest* rest_row rest_unit" * s.reads_parts
+    )
     k = module.function("score_tile", prototype(_SCORE + more))
     product = product_of(s)
     checks = _Checks(k, s) if s.program is None or s.program.score is None else None

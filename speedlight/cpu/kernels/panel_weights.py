@@ -225,3 +225,27 @@ class _Weights:
             k.store(alpha, p["check"], at)
             sign = k.const(-(1 << (63 if s.wide else 31)), s.ivector)
             k.store(total.bits(s.ivector) & sign, p["check"], sum_at)
+
+
+def scale_weights(module: Module, s: Shape) -> Any:
+    """to[units, panel] = weights[n_keys, panel] of codes, times the scales of some columns of their values."""
+    k = module.function("scale_weights", prototype("weights* to* scales* n_keys"))
+    p, product = k.p, product_of(s)
+
+    def unit(j: Value, keys: int) -> None:
+        for v in range(s.vectors):
+            scaled = []
+            for i in range(keys):
+                x = k.load(s.vector, p["weights"], (j + i) * s.row_bytes + s.lane_offset(v))
+                scale = k.splat(k.load(F32, p["scales"], (j + i) * 4), s.lanes)
+                scaled.append(rescale_weights(k, s, x, scale))
+            scaled += [k.const(-0.0, s.vector)] * (s.elements - keys)
+            k.store(product.pack_scaled(k, scaled), p["to"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
+
+    whole = p["n_keys"] & -s.elements
+    with k.range(0, whole, s.elements) as j:
+        unit(j, s.elements)
+    if s.elements > 1:
+        with k.when(whole < p["n_keys"]):
+            unit(whole, 1)
+    return k.finish()

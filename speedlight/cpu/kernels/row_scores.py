@@ -16,6 +16,7 @@ from ..language.vector import I64, PTR, Function, Module, Value
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
+from ..products.outer import scaled_sum
 from ..products.packing import KeyRun, summed_together
 from ..products.product import Product, product_of
 
@@ -152,8 +153,9 @@ def _score_blocks(k: Function, s: Shape, ahead: Value | None, rows: list[Value],
     """
     last = (k.p["count"] - 1) // BLOCK
     numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
-    fetched = [] if ahead is None else [block_at(k, s, x + ahead) for x in numbers]
-    _score_groups(k, s, fetched, [(rows, [block_at(k, s, x) for x in numbers])], j)
+    dim = k.p["head_dim"]
+    fetched = [] if ahead is None else [block_at(k, s, x + ahead, dim) for x in numbers]
+    _score_groups(k, s, fetched, [(rows, [block_at(k, s, x, dim) for x in numbers])], j)
 
 
 def _score_groups(
@@ -163,14 +165,15 @@ def _score_groups(
 
     fetched: addresses of the blocks that are prefetched meanwhile.
     """
-    p, n, unit_bytes, product = k.p, s.lanes, BLOCK * s.stored_bytes, product_of(s)
+    p, n, unit_bytes, product = k.p, s.lanes, s.block_step, product_of(s)
+    header = s.header(p["head_dim"])
     sums = []  # of each group its vectors of keys; of each row its query, and its sums
     for rows, blocks in groups:
         vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
         queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
         sums.append((vectors, [(x, [product.new_sum(k, k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
     for later in fetched if s.format.is_coded else ():
-        k.prefetch(k.at(later, -s.header), s.fetching.level)
+        k.prefetch(k.at(later, k.i64(0) - header), s.fetching.level)
 
     def units(t: Value, count: int = 1) -> None:
         """Adds so many units, which lie together."""
@@ -185,19 +188,38 @@ def _score_groups(
                     for total, x in zip(totals, keys, strict=True):
                         total.add(query, x[u])
 
-    with summed_together(k, s, k.i64(0), p["units"]) as (first, end):
+    def add(first: Value, end: Value) -> None:
+        """Adds units that are summed together."""
         product.each_unit(k, end - first, lambda t, *count: units(first + t, *count), of_keys=True)
         for _, rows in sums:
             for _, totals in rows:
                 for total in totals:
                     total.join()
-    for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):
-        for r, (_, totals) in zip(numbers, rows, strict=True):
-            for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):
-                x = total.get()
-                if s.format.is_coded and s.together == 1:
-                    x = x * load_scales(k, s.format, block, lane * 4 - s.header, n)
-                k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
+
+    def store(number: Value | None) -> None:
+        """Stores the sums; of codes times their scales, which are of all columns, or of the block of this number."""
+        zero = k.const(0.0, s.vector)
+        for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):
+            for r, (_, totals) in zip(numbers, rows, strict=True):
+                for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):
+                    x, at = total.get(), r * score_row(s) + (j + i * n) * s.number_bytes
+                    if s.format.is_coded and s.together == 1:
+                        start = k.at(block, (k.i64(0) if number is None else number * (BLOCK * s.scale_bytes)) - header)
+                        scale = load_scales(k, s.format, start, lane, n)
+                        x = x * scale if number is None else scaled_sum(k, number, x, scale, p["scores"], at)
+                    k.store(x, p["scores"], at)
+                    if number is not None:
+                        total.total.set(zero)
+
+    if s.scale_block:
+        size = s.count_units(s.scale_block)
+        with k.range(0, s.count_scales(p["head_dim"])) as number:
+            add(number * size, k.min((number + 1) * size, p["units"]))
+            store(number)
+        return
+    with summed_together(k, s, k.i64(0), p["units"]) as (first, end):
+        add(first, end)
+    store(None)
 
 
 FEW_ROWS = 4  # below it a head alone has too few chains to keep a core busy
@@ -210,14 +232,14 @@ def score_heads(module: Module, s: Shape) -> Any:
     k = module.function("score_heads", prototype(f"{_SCORE} head group"))
     p, most = k.p, max(1, min(FEW_ROWS, 8 * s.lanes // BLOCK))
     with k.range(0, p["rows"], most) as first, k.range(0, p["count"], BLOCK) as j:
-        rows, block = [k.min(first + i, p["rows"] - 1) for i in range(most)], block_at(k, s, j // BLOCK)
+        rows, block = [k.min(first + i, p["rows"] - 1) for i in range(most)], block_at(k, s, j // BLOCK, p["head_dim"])
         _score_groups(k, s, [], [([r], [k.at(block, r // p["group"] * p["head"])]) for r in rows], j)
     return k.finish()
 
 
-def block_at(k: Function, s: Shape, number: Value) -> Value:
-    """Returns the address of a tile's block of elements."""
-    return k.at(k.load(PTR, k.p["places"], number * 8), s.header)
+def block_at(k: Function, s: Shape, number: Value, columns: Value) -> Value:
+    """Returns the address of a tile's block of elements, of so many columns each."""
+    return k.at(k.load(PTR, k.p["places"], number * 8), s.header(columns))
 
 
 def blocks_ahead(k: Function, s: Shape, row: Value) -> Value | None:

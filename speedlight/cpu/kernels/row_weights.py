@@ -176,18 +176,21 @@ def add_up(module: Module, s: Shape) -> Any:
 
 
 def rescale(module: Module, s: Shape) -> Any:
-    """Multiplies weights of a coded tile by scales, and makes them units, in place. Past the last block they weigh -0."""
-    k = module.function("rescale", prototype("weights* places* count"))
+    """to[units] = weights[count] of a coded tile, times scales of its values; `at`: the bytes to these in a block.
+
+    Both may be in one place.
+    """
+    k = module.function("rescale", prototype("weights* to* places* count at"))
     p, n = k.p, s.lanes
     last = (p["count"] - 1) // BLOCK
     with k.range(0, p["count"], n * s.elements) as j:
         xs = []
         for i in range(s.elements):
             key = j + i * n
-            block = k.load(PTR, p["places"], k.min(key // BLOCK, last) * 8)
-            scale = load_scales(k, s.format, block, key % BLOCK * 4, n)
+            block = k.at(k.load(PTR, p["places"], k.min(key // BLOCK, last) * 8), p["at"])
+            scale = load_scales(k, s.format, block, key % BLOCK, n)
             xs.append(rescale_weights(k, s, k.load(s.vector, p["weights"], key * 4), scale))
-        k.store(product_of(s).pack_scaled_row(k, xs), p["weights"], j * (s.number_bytes // s.elements))
+        k.store(product_of(s).pack_scaled_row(k, xs), p["to"], j * (s.number_bytes // s.elements))
     return k.finish()
 
 
@@ -196,7 +199,7 @@ def scale_scores(module: Module, s: Shape) -> Any:
     k = module.function("scale_scores", prototype("scores* places* count rows"))
     p, n = k.p, s.lanes
     with k.range(0, p["count"], n) as j:
-        scale = load_scales(k, s.format, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4, n)
+        scale = load_scales(k, s.format, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK, n)
         with k.range(0, p["rows"]) as r:
             at = r * score_row(s) + j * 4
             k.store(k.load(s.vector, p["scores"], at) * scale, p["scores"], at)
@@ -205,7 +208,8 @@ def scale_scores(module: Module, s: Shape) -> Any:
 
 # --- values
 
-_VALUE = "sums* sum_row weights* places* value_row first end value_dim slots regular"
+# scaled_row: from a step's weights times the scales of some columns to those of the next columns
+_VALUE = "sums* sum_row weights* places* value_row first end value_dim slots regular scaled_row"
 
 
 def _steps_together(s: Shape) -> int:
@@ -214,13 +218,13 @@ def _steps_together(s: Shape) -> int:
 
 
 def _step_row(k: Function, s: Shape) -> Value:
-    """Bytes from one step's values to the next, where they lie side by side."""
-    return s.step_bytes(s.format.offset(k.p["value_dim"]) if s.format.is_coded else k.p["value_row"])
+    """Bytes of a row of a cache's values: of codes those of a key, or of a pair in bytes; else of a unit."""
+    return s.format.offset(k.p["value_dim"]) if s.format.is_coded else s.step_bytes(k.p["value_row"])
 
 
 def _column_bytes(s: Shape) -> int:
     """Bytes from a column of a cache's values to the next."""
-    return s.key_bytes if s.format.is_coded else s.stored_bytes * product_of(s).units_per_load
+    return 1 if s.format.is_coded else s.stored_bytes * product_of(s).units_per_load
 
 
 def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
@@ -257,7 +261,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
 def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
     """Writes the body of value_rows(): for slots that adjoin, where their vectors are loaded together, then the rest."""
     p, whole = k.p, k.i64(0)
-    if product_of(s).loads_columns:
+    if product_of(s).loads_columns or s.scale_block:
         whole = p["value_dim"] // (s.lanes * together) * together
         with k.range(0, whole, together) as slot:
             _value_group(k, s, rows, [slot + i for i in range(together)], adjoin=True)
@@ -281,15 +285,14 @@ def _value_group(k: Function, s: Shape, rows: int, slots: list[Value], *, adjoin
         columns: list[Value] = columns,
         totals: list[list[Any]] = totals,
     ) -> None:
-        if adjoin:
+        if adjoin and product.loads_columns:
             vectors = product.load_columns(k, keys, columns)
         else:
             vectors = [product.load_values(k, keys, c, count) for c in columns]
         for r in range(rows):
             for u in range(count):
-                at = (j + u) * s.number_bytes + r * score_row(s)
-                weight = k.splat(k.load(s.unit, p["weights"], at), s.lanes)
-                for total, x in zip(totals[r], vectors, strict=True):
+                weights = _weights_of(k, s, (j + u) * s.number_bytes + r * score_row(s), columns, adjoin=adjoin)
+                for total, x, weight in zip(totals[r], vectors, weights, strict=True):
                     total.add(x[u], weight)
 
     every = max(1, 64 // (s.lanes * (_column_bytes(s) if s.cached else s.stored_bytes)))
@@ -304,6 +307,31 @@ def _value_group(k: Function, s: Shape, rows: int, slots: list[Value], *, adjoin
             k.store(total.get(), p["sums"], x)
 
 
+def _weights_of(k: Function, s: Shape, at: Value, columns: list[Value], *, adjoin: bool) -> list[Value]:
+    """Loads a step's weight for vectors of columns: those that share scales have one.
+
+    adjoin: columns lie side by side, from a multiple of as many on; else a vector may have columns of two scales.
+    """
+    if not s.scale_block:
+        return [k.splat(k.load(s.unit, k.p["weights"], at), s.lanes)] * len(columns)
+    size, pitch = s.scale_block, k.p["scaled_row"]
+
+    def weight(number: Value) -> Value:
+        return k.splat(k.load(s.unit, k.p["weights"], at + number * pitch), s.lanes)
+
+    if adjoin:
+        every = max(1, size // s.lanes)
+        found = [weight(x // size) for x in columns[::every]]
+        return [found[i // every] for i in range(len(columns))]
+    last, found = (k.p["value_dim"] - 1) // size, []
+    for column in columns:
+        first = column // size
+        both = [weight(x) for x in (first, k.min(first + 1, last))]
+        lanes = k.iota(s.lanes) + k.splat(column - first * size, s.lanes)
+        found.append(k.select(lanes < size, *both))
+    return found
+
+
 _Step = Callable[..., None]  # step, rows of values, how many steps those are
 
 
@@ -312,18 +340,18 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], steps: tuple[Va
     p, size, step_row, product = k.p, _steps_together(s), _step_row(k, s), product_of(s)
     far = blocks_ahead(k, s, p["value_row"]) if lines else None
     with k.range(*steps, size) as j:
-        block = block_at(k, s, j // size)
-        ahead = None if far is None else block_at(k, s, j // size + far)
+        block = block_at(k, s, j // size, p["value_dim"])
+        ahead = None if far is None else block_at(k, s, j // size + far, p["value_dim"])
         if s.format.is_coded and ahead is not None:
-            k.prefetch(k.at(ahead, -s.header), s.fetching.level)
+            k.prefetch(k.at(ahead, k.i64(0) - s.header(p["value_dim"])), s.fetching.level)
 
         def rows(i: Value, count: int = 1, j: Value = j, block: Value = block, ahead: Value | None = ahead) -> None:
             """Steps i and on, so many that lie together."""
-            row = i * step_row
+            row = product.value_offset(i, step_row)
             if ahead is not None:
-                starts = (
-                    product.value_row(k, k.at(ahead, row), i, step_row) if s.format.is_coded else [k.at(ahead, row)]
-                )
+                starts = [k.at(ahead, row)]
+                if s.format.is_coded and s.format.bits == 8:
+                    starts = product.value_row(k, starts[0], i, step_row)
                 for column in lines:
                     for start in starts:
                         k.prefetch(k.at(start, column * _column_bytes(s)), s.fetching.level)
@@ -370,7 +398,8 @@ def careful_values(module: Module, s: Shape) -> Any:
         seen, mask = product.seen_bits(k, weight)
         with k.when(seen):
             if s.cached:
-                row = k.at(k.load(PTR, p["places"], j // size * 8), j % size * step_row + s.header)
+                block = block_at(k, s, j // size, p["value_dim"])
+                row = k.at(block, product.value_offset(j % size, step_row))
                 rows = product.value_row(k, row, j, step_row)
             else:
                 first = j if s.elements == 1 else j * s.elements
@@ -378,7 +407,8 @@ def careful_values(module: Module, s: Shape) -> Any:
 
             def add(slot: Value, total: Any) -> None:
                 column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
-                (x,), w = product.load_values(k, rows, column), k.splat(weight, s.lanes)
+                (x,) = product.load_values(k, rows, column)
+                (w,) = _weights_of(k, s, j * s.number_bytes, [column], adjoin=False)
                 if mask is not None:
                     x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
                 total.add(x, w)

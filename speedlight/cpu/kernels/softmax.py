@@ -107,8 +107,12 @@ def capped(k: Function, s: Shape, x: Value, most: Value) -> Value:
 
 
 def rescale_weights(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
-    """Returns what a code is multiplied by: weight · scale. The -0 of a hidden key stays, whatever its scale is."""
-    return k.select(weight.bits(s.ivector) < 0, weight, k.abs(weight * scale))
+    """Returns what a code is multiplied by: weight · scale. The -0 of a hidden key stays, whatever its scale is.
+
+    Other weights have no sign, NaN too, unless scales of blocks of columns have one.
+    """
+    scaled = weight * scale if s.scale_block else k.abs(weight * scale)
+    return k.select(weight.bits(s.ivector) < 0, weight, scaled)
 
 
 # --- states

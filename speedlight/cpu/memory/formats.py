@@ -6,13 +6,13 @@ A coded format keeps a scale for each token and head beside the codes: code · s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
 
-from ...arrays.dtypes import CODES, STORAGE_BYTES
+from ...arrays.dtypes import CODES, DTYPES, STORAGE_BYTES
 from ..language import conversions
 from ..language.functions import like
 from ..language.vector import F16, F32, I1, I8, I16, I32, Function, Value, lanes_of, vec
@@ -21,6 +21,7 @@ _WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
 _INFINITE = 0x7F800000  # as bits of a float32
 _LARGEST_F16, _INFINITE_F16 = 65504.0, 65520.0  # from the second on a number becomes infinity
 _NAN_F16 = 0x7E00
+_NIBBLES = [float(n - 16 * (n > 7)) for n in range(16)]  # by their bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +146,27 @@ class Int4:
     bits, last = CODES[name].bits, float(CODES[name].largest)
     unit = 1.0
 
-    def widen_pairs(self, k: Function, pointer: Value, offset: Value | int, lanes: int) -> tuple[Value, Value]:
-        """Loads bytes side by side; returns the codes of their low and of their high halves, in f32."""
+    def offset(self, index: Value) -> Value:
+        """Returns where a row of pairs has one, in bytes."""
+        return index
+
+    def widen_pairs(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> tuple[Value, Value]:
+        """Loads bytes side by side, or one; returns the codes of their low and of their high halves, in f32."""
         whole = _extended(k, load_codes(k, pointer, offset, lanes), I32)
-        kind = vec(F32, lanes)
+        if lanes == len(_NIBBLES):
+            return _looked_up(k, F32, _NIBBLES, whole), _looked_up(k, F32, _NIBBLES, whole >> 4)
+        kind = like(whole, F32)
         return k.to_float(_signed(k, whole << 28, 28), kind), k.to_float(_signed(k, whole, 4), kind)
+
+    def bf16_pairs(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
+        """Loads bytes side by side, or one; returns both codes as a pair of bf16."""
+        if lanes == len(_NIBBLES):
+            whole = _extended(k, load_codes(k, pointer, offset, lanes), I32)
+            halves = [_bf16(x) for x in _NIBBLES]
+            upper = [(x << 16) - (x >> 15 << 32) for x in halves]
+            return _looked_up(k, I32, halves, whole) | _looked_up(k, I32, upper, whole >> 4)
+        low, high = self.widen_pairs(k, pointer, offset, lanes)
+        return (low.bits(like(low, I32)) >> 16) | high.bits(like(high, I32))
 
     def scale_bits(self, k: Function, x: Value) -> tuple[Value, Value]:
         """Returns the scale of numbers in lanes, as bits of float16, and what they are multiplied by to be coded: 0 if
@@ -177,10 +194,13 @@ class Int4:
         return k.trunc(k.select(factor.differs(0.0), codes, k.const(0, wide)), like(x, I8))
 
 
-def load_scales(k: Function, codes: TokenFormat, block: Value, offset: Value | int, lanes: int) -> Value:
-    """Loads scales of a cache's codes, side by side, times what those are widened over: exactly."""
-    storage = {"float32": "f32", "float16": "f16"}[CODES[codes.name].scale]
-    scales = conversions.load(k, storage, block, offset, lanes)
+def load_scales(k: Function, codes: TokenFormat, block: Value, token: Value | int, lanes: int) -> Value:
+    """Loads scales of a cache's codes, of tokens from one on, times what those are widened over: exactly.
+
+    block: where those of its tokens lie, of some columns.
+    """
+    row = CODES[codes.name]
+    scales = conversions.load(k, DTYPES[row.scale][0], block, token * row.scale_bytes, lanes)
     return scales if codes.unit == 1 else scales * codes.unit
 
 
@@ -196,6 +216,13 @@ def _extended(k: Function, code: Value, kind: ir.Type) -> Value:
 def _bf16(x: float) -> int:
     """Returns the bits of a number that bf16 has."""
     return int(np.float32(x).view(np.uint32)) >> 16
+
+
+def _looked_up(k: Function, kind: ir.Type, table: Sequence[float], index: Value) -> Value:
+    """Looks up 16 numbers in AVX-512, by the last four bits of a vector of words."""
+    words = Value(k, ir.Constant(vec(kind, len(table)), list(table)))
+    name = "sf" if kind is F32 else "si"
+    return k.intrinsic(f"llvm.x86.avx512.permvar.{name}.512", words.type, words, index)
 
 
 def _signed(k: Function, x: Value, shift: int) -> Value:

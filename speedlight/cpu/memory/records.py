@@ -180,7 +180,8 @@ class ForwardSizes(NamedTuple):
     width: int  # value columns, rounded up to register tiles
     staged_keys: int  # bytes of a tile's keys, and values, where they are copied
     staged_values: int
-    quantised: bool
+    scales: tuple[int, int]  # of a key, and of a value; none but of codes
+    blocks: bool  # scales are of blocks of columns
 
     @property
     def row(self) -> int:
@@ -207,7 +208,9 @@ FORWARD_SCRATCH: Mapping[str, Callable[[ForwardSizes], int]] = {
     "keys": lambda z: z.staged_keys,  # [TILE, units]
     "values": lambda z: z.staged_values,  # [steps of TILE, value_dim]
     "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values
-    "scales": lambda z: z.quantised * 2 * TILE * 4,  # of a tile's keys, then of its values
+    "scales": lambda z: sum(z.scales) * TILE * 4,  # of a tile's keys, then of its values: [scale, TILE]
+    # [TILE, panel] weights times the scales of some columns
+    "scaled": lambda z: z.blocks * z.tile_rows * z.row,
     "panels": lambda z: 0,  # one after another to the end
 }
 PANEL: Mapping[str, Callable[[ForwardSizes], int]] = {
@@ -228,6 +231,7 @@ class DecodeSizes(NamedTuple):
     units: int  # of a query
     slots: int  # vectors of a value
     vector: int  # bytes
+    scales: int  # of a value, where they are of blocks of columns; else 0
 
     @property
     def states(self) -> int:
@@ -245,6 +249,7 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "total": lambda z: z.states,
     "numbers": lambda z: ROW.bytes * z.rows,  # [ROW, rows]
     "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values, each with those to fetch
+    "scaled": lambda z: z.scales * z.rows * TILE * z.number,  # [scale, rows, TILE] weights times scales
 }
 
 # what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left

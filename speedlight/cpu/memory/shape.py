@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ...arrays.dtypes import CODES, LATENT_BLOCK, STORAGE_BYTES
+from ...arrays.dtypes import CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
 from ...host.machine import PRODUCTS, Isa, sum_storage
 from ...host.tunings import TUNINGS, Fetching, RegisterTiles, shipped
 from .records import BLOCK
@@ -56,7 +56,8 @@ class Shape:
         if self.widened:
             return "fma"
         gradients = self.kind in ("backward", "tables")
-        return self.isa.product(self.storage, gradients=gradients, codes=self.quantised is not None)
+        codes = scales_of(self.quantised, latent=self.latent)
+        return self.isa.product(self.storage, gradients=gradients, codes=codes)
 
     @property
     def elements(self) -> int:
@@ -71,7 +72,7 @@ class Shape:
     @property
     def scales_weights(self) -> bool:
         """Multiplies weights by scales of codes as they are made."""
-        return self.kind == "forward" and self.format.is_coded
+        return self.kind == "forward" and self.format.is_coded and not self.scale_block
 
     @property
     def together(self) -> int:
@@ -198,9 +199,30 @@ class Shape:
         return self.key_bytes * self.elements
 
     @property
-    def header(self) -> int:
-        """Bytes of scales ahead of a block's elements."""
-        return 4 * BLOCK if self.format.is_coded else 0
+    def scale_block(self) -> int:
+        """Columns of codes that share a scale; 0: all of a row."""
+        if self.quantised is None:
+            return 0
+        return LATENT_BLOCK if self.latent else CODES[self.quantised].block
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale of codes."""
+        return 0 if self.quantised is None else CODES[self.quantised].scale_bytes
+
+    def count_scales(self, columns: Any) -> Any:
+        """Counts the scales of so many columns of codes."""
+        size = self.scale_block
+        return (columns + (size - 1)) // size if size else 1
+
+    def header(self, columns: Any) -> Any:
+        """Returns the bytes of scales ahead of a block's elements, of so many columns each."""
+        return self.count_scales(columns) * (BLOCK * self.scale_bytes)
+
+    @property
+    def block_step(self) -> int:
+        """Bytes from a unit of a block's keys to the next."""
+        return BLOCK * self.elements * self.format.bits // 8
 
     @property
     def piece(self) -> int:

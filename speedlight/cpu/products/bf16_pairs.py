@@ -70,10 +70,10 @@ class PairUnits(ABC):
         each_unit(k, count, body, unrolled=of_keys)
 
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
-        return [self.load_units(k, k.at(block, t * (BLOCK * self.s.stored_bytes)), k.i64(lane), stored=True)]
+        return [self.load_units(k, k.at(block, t * self.s.block_step), k.i64(lane), stored=True)]
 
     def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
-        return self.load_unit(k, k.at(block, t * (BLOCK * self.s.stored_bytes)), key, k.i64(2), k.i64(2 * BLOCK))
+        return self.load_unit(k, k.at(block, t * self.s.block_step), key, k.i64(2), k.i64(2 * BLOCK))
 
     def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
         return [row]
@@ -114,6 +114,8 @@ class PairUnits(ABC):
     def seen_lanes(self, k: Function, weight: Value) -> Value:
         """Returns the bits of the halves that lanes see."""
         halves = weight.bits(self.halves)
+        if self.s.scale_block:  # weights times scales of any sign
+            return Value(k, k.b.sext(halves.differs(-0x8000).x, self.halves)).bits(self.s.ivector)
         return Value(k, k.b.not_(k.b.ashr(halves.x, k.const(15, halves.type).x))).bits(self.s.ivector)
 
     def seen_units(self, k: Function, marks: list[Value]) -> Value:
@@ -124,10 +126,9 @@ class PairUnits(ABC):
         return halves[0] | halves[1]
 
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
-        low, high = (
-            k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32))
-            for by, m in zip((16, 0), _HALVES, strict=True)
-        )
+        marks = weight << 16, weight & _HALVES[1]
+        seen = [x.differs(-(1 << 31)) if self.s.scale_block else x > -1 for x in marks]
+        low, high = (k.select(x, k.const(m, I32), k.const(0, I32)) for x, m in zip(seen, _HALVES, strict=True))
         return (low | high).differs(0), low | high
 
     def whole_keys(self, k: Function, full: Value, end: Value, count: Value) -> Value:

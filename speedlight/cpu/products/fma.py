@@ -17,7 +17,18 @@ from ..memory.formats import FORMATS
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .outer import OuterProduct
-from .packing import KeyRun, each_unit, split_lanes, split_pairs, split_rows, stage_lanes, stage_rows, widen_blocks
+from .packing import (
+    KeyRun,
+    each_unit,
+    split_lanes,
+    split_pairs,
+    split_rows,
+    stage_lanes,
+    stage_latents,
+    stage_rows,
+    stage_values,
+    widen_blocks,
+)
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2_F32 = 0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006
@@ -26,6 +37,8 @@ _EXP2_F64 = (
     0.0013333558146774620302, 0.00015403530457129508295, 0.000015252733493173796849, 1.3215435272716792343e-6,
     1.0178199533695840947e-7, 7.073785041023905453e-9, 4.4347798013903755776e-10,
 )  # fmt: skip
+
+_HIDDEN = -(1 << 31)  # the bits of -0: weights times scales of any sign are hidden where they are just that
 
 
 class Fma(OuterProduct):
@@ -37,9 +50,11 @@ class Fma(OuterProduct):
         self.given = FORMATS[s.storage]
         self.flops_of_step = 2 * s.lanes
         self.widens_bf16 = self.format.name == "bf16"
-        self.splits_bf16_pairs = s.cached and self.format.in_pairs
-        self.units_per_load = 2 if self.splits_bf16_pairs else 1
-        self.keys_per_line = 64 // BLOCK if self.format.is_coded else 1  # elements of a block's keys in a cache line
+        self.splits_nibbles = self.format.bits < 8
+        self.splits_pairs = s.cached and (self.format.in_pairs or self.splits_nibbles)
+        self.units_per_load = 2 if self.splits_pairs else 1
+        line = 64 * 8 // (BLOCK * self.format.bits)  # elements of a block's keys in a cache line
+        self.loads = (line,) * self.format.is_coded + (2,) * self.splits_pairs  # elements of keys at once
         self.exp2_terms, self.exp2_error = (_EXP2_F64, 3.4e-18) if s.wide else (_EXP2_F32, 9.2e-8)
 
     def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
@@ -57,11 +72,12 @@ class Fma(OuterProduct):
         return (self.format if stored else self.given).widen(k, row, t * column)
 
     def stage_tiles(self, module: Module) -> tuple[Any, Any]:
+        if self.s.format.is_coded:
+            keys = stage_latents(module, self.s) if self.s.latent else widen_blocks(self, module)
+            return keys, stage_values(self, module)
         rows = stage_rows(self, module)
-        if self.splits_bf16_pairs:
+        if self.splits_pairs:
             return split_lanes(module, self.s), split_rows(module, self.s)
-        if self.s.stages_blocks:
-            return widen_blocks(self, module), rows
         return stage_lanes(self, module) if self.s.cached and not self.s.latent else rows, rows
 
     def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:
@@ -85,40 +101,61 @@ class Fma(OuterProduct):
     # --- a cache's blocks
 
     def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None:
-        if of_keys and self.keys_per_line > 1:
-            whole = count & -self.keys_per_line
-            with k.range(0, whole, self.keys_per_line) as t:
-                body(t, self.keys_per_line)
-            with k.range(whole, count) as t:
-                body(t)
-        elif self.splits_bf16_pairs:
-            pairs = count & -2
-            with k.range(0, pairs, 2) as t:
-                body(t, 2)
-            with k.when(pairs < count):
-                body(pairs, 1)
-        else:
+        loads = self.loads if of_keys else (2,) * self.splits_pairs
+        if not loads:
             each_unit(k, count, body, unrolled=of_keys)
+            return
+        first = k.i64(0)
+        for size in loads:
+            end = count & -size
+            with k.range(first, end, size) as t:
+                body(t, size)
+            first = end
+        with k.range(first, count) as t:
+            body(t)
 
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
-        s = self.s
-        if self.splits_bf16_pairs:
-            return split_pairs(k.load(s.ivector, block, t * (2 * BLOCK) + 4 * lane))[:count]
-        units = [k.at(block, (t + u) * (BLOCK * s.stored_bytes)) for u in range(count)]
-        return [self.load_units(k, at, k.i64(lane), stored=True) for at in units]
+        if not self.splits_pairs:
+            units = [k.at(block, (t + u) * self.s.block_step) for u in range(count)]
+            return [self.load_units(k, at, k.i64(lane), stored=True) for at in units]
+        at = k.at(block, t * self.s.block_step)
+        pairs = range(0, count + count % 2, 2)
+        return [x for u in pairs for x in self._split(k, k.at(at, u * self.s.block_step), k.i64(lane))][:count]
+
+    def _split(self, k: Function, row: Value, unit: Value) -> list[Value]:
+        """Loads vectors of the first and of the second elements of units of two, from one on."""
+        if self.splits_nibbles:
+            return list(self.format.widen_pairs(k, row, unit, self.s.lanes))
+        return split_pairs(k.load(self.s.ivector, row, unit * 4))
 
     def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
-        return self.format.widen(k, k.at(block, t * (BLOCK * self.s.stored_bytes)), self.format.offset(key))
+        return self.format.widen(k, k.at(block, t * self.s.block_step), self.format.offset(key))
+
+    def value_offset(self, i: Value, row: Value) -> Value:
+        if self.splits_nibbles:
+            return (i >> 1) * row
+        return (i >> 1) * (row * 2) if self.splits_pairs else i * row
 
     def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
         """Returns the row of a unit; of split pairs the row of both, and which of them it is."""
-        return [k.at(row, -((i & 1) * step)), i] if self.splits_bf16_pairs else [row]
+        return [row, i] if self.splits_pairs else [row]
 
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
-        if not self.splits_bf16_pairs:
+        if not self.splits_pairs:
             return [self.gather_values(k, rows, column)]
-        pairs = k.load(self.s.ivector, rows[0], column * 4)
-        return split_pairs(pairs) if count > 1 else [_element_of_pairs(k, pairs, rows[1], self.s)]
+        if count > 1:
+            return self._split(k, rows[0], column)
+        if self.splits_nibbles:
+            low, high = self._split(k, rows[0], column)
+            return [k.select(k.splat((rows[1] & 1).equals(0), self.s.lanes), low, high)]
+        return [_element_of_pairs(k, k.load(self.s.ivector, rows[0], column * 4), rows[1], self.s)]
+
+    def value_of(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
+        """Loads the values of codes of one column, as load_values() does of several."""
+        if not self.splits_nibbles:
+            return [self.format.widen(k, rows[0], column)]
+        both = list(self.format.widen_pairs(k, rows[0], column))
+        return both if count > 1 else [k.select((rows[1] & 1).equals(0), *both)]
 
     # --- weights
 
@@ -156,7 +193,8 @@ class Fma(OuterProduct):
         return unit
 
     def seen_lanes(self, k: Function, weight: Value) -> Value:
-        return weight.bits(self.s.ivector) > -1
+        bits = weight.bits(self.s.ivector)
+        return bits.differs(_HIDDEN) if self.s.scale_block else bits > -1
 
     def seen_units(self, k: Function, marks: list[Value]) -> Value:
         return marks[0].bits(like(marks[0], self.s.integer)) > -1
@@ -169,7 +207,8 @@ class Fma(OuterProduct):
         return k.fma(k.select(seen, value, zero), k.select(seen, weight, nothing), total)
 
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
-        return weight.bits(self.s.integer) > -1, None
+        bits = weight.bits(self.s.integer)
+        return (bits.differs(_HIDDEN) if self.s.scale_block else bits > -1), None
 
     def whole_keys(self, k: Function, full: Value, end: Value, count: Value) -> Value:
         return full

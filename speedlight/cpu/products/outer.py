@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from ..language.prototypes import prototype
 from ..language.vector import F32, PTR, Function, Module, Value, Variable, vec
-from ..memory.records import BLOCK
+from ..memory.records import BLOCK, TILE
 from ..memory.shape import Shape
 from .packing import KeyRun
 
@@ -90,9 +90,13 @@ class OuterProduct(ABC):
     def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
         """Loads unit t of one key of a block."""
 
+    def value_offset(self, i: Value, row: Value) -> Value:
+        """Returns the bytes from a block's first values to where unit i is loaded; `row`: of a row that is."""
+        return i * row
+
     @abstractmethod
     def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
-        """Returns where unit i of a block's values lies, `step` bytes after the one before, as load_values takes it."""
+        """Returns where unit i of a block's values lies, from its row on, as load_values takes it."""
 
     @abstractmethod
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
@@ -462,6 +466,8 @@ def _panel_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
     """Stores the scores of a group of keys, from key j on; returns them, [vector][key]."""
     s, p = product.s, k.p
     last = p["n_keys"] - 1
+    if s.scale_block:
+        return _scores_by_blocks(product, k, j, vectors)
     if s.reads_blocks:
         total = _block_scores(product, k, j, vectors)
         return [_stored_scores(k, s, j, v, [row[i].get() for row in total]) for i, v in enumerate(vectors)]
@@ -525,6 +531,46 @@ def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> l
     for m, each in enumerate(x):
         k.store(each, out, m * s.row_bytes + s.lane_offset(v))
     return x
+
+
+def scaled_sum(k: Function, number: Value, total: Value, scale: Value, scores: Value, at: Value) -> Value:
+    """Returns a score so far, plus the sum over the next block of columns, number 0 first, times its scale."""
+    before, none = k.load(total.type, scores, at), k.const(-0.0, total.type)
+    return k.fma(total, scale, k.select(number.equals(0), none, before))
+
+
+def _scores_by_blocks(product: OuterProduct, k: Function, j: Value, vectors: range) -> list[list[Value]]:
+    """Stores the scores of a group of keys whose blocks of columns have scales; returns them, [vector][key].
+
+    A key past the last has the score of the one before.
+    """
+    s, p = product.s, k.p
+    last, size, codes = p["n_keys"] - 1, s.count_units(s.scale_block), p["code_units"]
+    if s.reads_blocks:
+        block, unit = k.load(PTR, p["keys"], j // BLOCK * 8), s.block_unit_bytes
+        rows = [k.at(block, ((j & (BLOCK - 1)) + m) * unit) for m in range(s.rows)]
+        unit_bytes = BLOCK * unit
+    else:
+        rows, unit_bytes = [key_row(k, s, k.min(j + m, last)) for m in range(s.rows)], s.number_bytes
+    at, whole = j * s.row_bytes, (codes + (size - 1)) // size
+    count = k.select(codes < p["units"], whole + 1, whole)  # what has no codes is the last block
+    with k.range(0, count) as number:
+        is_rest = number.equals(whole)
+        first = k.select(is_rest, codes, number * size)
+        end = k.select(is_rest, p["units"], k.min((number + 1) * size, codes))
+        run = functools.partial(take_steps, k, s, first, end)
+        for m, row in enumerate(score(product, k, p["q_panel"], rows, vectors, run, unit_bytes=unit_bytes)):
+            scale = k.splat(k.load(F32, p["scales"], (number * TILE + k.min(j + m, last)) * 4), s.lanes)
+            for x, v in zip(row, vectors, strict=True):
+                place = at + (m * s.row_bytes + s.lane_offset(v))
+                k.store(scaled_sum(k, number, x.get(), scale, p["scores"], place), p["scores"], place)
+    found = []
+    for v in vectors:
+        keys = [k.load(s.vector, p["scores"], at + (m * s.row_bytes + s.lane_offset(v))) for m in range(s.rows)]
+        for m in range(1, s.rows):
+            keys[m] = k.select(j + m < p["n_keys"], keys[m], keys[m - 1])
+        found.append(keys)
+    return found
 
 
 def scaled_scores(k: Function, s: Shape, j: Value, x: list[Value]) -> list[Value]:

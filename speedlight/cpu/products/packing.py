@@ -7,9 +7,10 @@ widened, made units.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from ..language import conversions
 from ..language.functions import like
 from ..language.prototypes import prototype
 from ..language.vector import F32, I16, I32, PTR, Function, Module, Value, vec
@@ -46,6 +47,25 @@ class UnitLoader(Protocol):
     def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value: ...
 
     def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None: ...
+
+
+class CodeLoader(UnitLoader, Protocol):
+    """Loads units of a cache's values, which are codes."""
+
+    units_per_load: int
+
+    @property
+    def loads_columns(self) -> bool: ...
+
+    def value_offset(self, i: Value, row: Value) -> Value: ...
+
+    def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]: ...
+
+    def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]: ...
+
+    def value_of(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]: ...
+
+    def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]: ...
 
 
 @contextlib.contextmanager
@@ -85,9 +105,7 @@ def stage_rows(product: UnitLoader, module: Module) -> Any:
     filled, first = filled_units(k, s, p["length"]), p["first"] if s.in_parts else k.i64(0)
     with k.range(0, p["count"]) as j:
         source = k.load(PTR, p["places"], j // together * 8)
-        source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
-        if s.stages_blocks:
-            fetch_codes(k, s, p["places"], [(j, p["row"])], p["length"])
+        source = k.at(source, j % together * p["row"]) if s.cached else source
         target = k.at(p["tile"], (j * p["units"] + first) * s.number_bytes)
         with k.range(0, end, s.lanes) as t:
             k.store(product.load_units(k, source, t, stored=True), target, t * s.number_bytes)
@@ -120,7 +138,7 @@ def stage_lanes(product: UnitLoader, module: Module) -> Any:
     row, filled = p["units"] * s.number_bytes, filled_units(k, s, p["length"])
     whole = filled // n * n
     with k.range(0, p["count"], BLOCK) as j:
-        block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
+        block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header(p["length"]))
         for first in range(0, BLOCK, n):
             target = k.at(p["tile"], (j + first) * row)
             with k.range(0, whole, n) as t:
@@ -139,14 +157,13 @@ def stage_lanes(product: UnitLoader, module: Module) -> Any:
 def widen_blocks(product: UnitLoader, module: Module) -> Any:
     """tile[block, units, BLOCK] from a cache's blocks of codes, as they lie there; fetches those of the next tile."""
     s, k = product.s, module.function("widen_blocks", prototype(TILE_WORDS))
-    p = k.p
+    p, header = k.p, s.header(k.p["length"])
     with k.range(0, p["count"], BLOCK) as j:
-        block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
-        ahead = k.at(k.load(PTR, p["places"], (j + TILE) // BLOCK * 8), s.header)
+        block, ahead = (k.at(k.load(PTR, p["places"], x // BLOCK * 8), header) for x in (j, j + TILE))
         to = k.at(p["tile"], j * p["units"] * s.number_bytes)
 
         def units(t: Value, count: int = 1, block: Value = block, to: Value = to, ahead: Value = ahead) -> None:
-            k.prefetch(k.at(ahead, t * (BLOCK * s.stored_bytes)), s.fetching.level)
+            k.prefetch(k.at(ahead, t * s.block_step), s.fetching.level)
             for lane in range(0, BLOCK, s.lanes):
                 for u, x in enumerate(product.load_keys(k, block, t, lane, count)):
                     k.store(x, to, ((t + u) * BLOCK + lane) * s.number_bytes)
@@ -155,12 +172,58 @@ def widen_blocks(product: UnitLoader, module: Module) -> Any:
     return k.finish()
 
 
-def fetch_codes(k: Function, s: Shape, places: Value, keys: list[tuple[Value, Value]], length: Value) -> None:
-    """Prefetches rows of values that a tile has after this one: of keys, with the bytes from a row to the next."""
-    for key, row in keys:
-        at = k.at(k.load(PTR, places, (key + TILE) // BLOCK * 8), key % BLOCK * row + s.header)
-        with k.range(0, length, 64) as column:
-            k.prefetch(k.at(at, column), s.fetching.level)
+def stage_values(product: CodeLoader, module: Module) -> Any:
+    """tile[units of keys, length] from a cache's rows of codes; fetches those of the next tile."""
+    s, k = product.s, module.function("stage_values", prototype(TILE_WORDS))
+    p, n, size, together = k.p, s.lanes, BLOCK // s.elements, product.units_per_load
+    header = s.header(p["length"])
+    twice = p["length"] // (2 * n) * (2 * n) if product.loads_columns else k.i64(0)
+    whole = p["length"] // n * n
+    with k.range(0, p["count"], together) as t:
+        block, ahead = (k.at(k.load(PTR, p["places"], x // size * 8), header) for x in (t, t + TILE // s.elements))
+        at = product.value_offset(t % size, p["row"])
+        rows, later = (product.value_row(k, k.at(x, at), t, p["row"]) for x in (block, ahead))
+        to = k.at(p["tile"], t * p["length"] * s.number_bytes)
+
+        def put(column: Value, found: list[Value], to: Value = to) -> None:
+            for u, x in enumerate(found):
+                k.store(x, to, (u * p["length"] + column) * s.number_bytes)
+
+        for row in later[:1] if together > 1 else later:
+            with k.range(0, p["length"], 64) as column:
+                k.prefetch(k.at(row, column), s.fetching.level)
+        if product.loads_columns:
+            with k.range(0, twice, 2 * n) as column:
+                for i, found in enumerate(product.load_columns(k, rows, [column, column + n])):
+                    put(column + i * n, found)
+        with k.range(twice, whole, n) as column:
+            put(column, product.load_values(k, rows, column, together))
+        with k.range(whole, p["length"]) as column:
+            put(column, product.value_of(k, rows, column, together))
+    return k.finish()
+
+
+def stage_latents(module: Module, s: Shape) -> Any:
+    """tile[count, length] from a cache's latents: as many columns of codes as `row` has bytes, then bf16."""
+    k = module.function("stage_latents", prototype(TILE_WORDS))
+    p, codes = k.p, s.format
+    columns, rest = p["row"], p["length"] - p["row"]
+    rest_at = s.header(columns) + columns * BLOCK
+    rows = (columns, columns, lambda at, i, lanes: codes.widen(k, at, i, lanes)), (
+        rest * 2, rest, lambda at, i, lanes: conversions.load(k, "bf16", at, i * 2, lanes)
+    )  # fmt: skip
+    with k.range(0, p["count"]) as j:
+        block = k.load(PTR, p["places"], j // BLOCK * 8)
+        to = k.at(p["tile"], j * p["length"] * s.number_bytes)
+        for first, start, (row, length, load) in zip(
+            (k.i64(0), columns), (s.header(columns), rest_at), rows, strict=True
+        ):
+            at, whole = k.at(block, start + j % BLOCK * row), length // s.lanes * s.lanes
+            with k.range(0, whole, s.lanes) as i:
+                k.store(load(at, i, s.lanes), to, (first + i) * s.number_bytes)
+            with k.range(whole, length) as i:
+                k.store(load(at, i, 0), to, (first + i) * s.number_bytes)
+    return k.finish()
 
 
 def split_lanes(module: Module, s: Shape) -> Any:
