@@ -335,9 +335,10 @@ class _Task(Work):
         k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
         self.drop(start, count)
         if parts.rescale is not None:
-            with k.range(0, self.rows) as r, k.range(0, self.count_scales()) as n:
-                to = k.at(self.scaled_weights(r), n * self.scaled_row)
-                k.call(parts.rescale, self.weights(r), to, self.v_places, count, n * (BLOCK * s.scale_bytes))
+            first = k.i64(0)
+            with k.range(0, self.count_scales()) as n:
+                to, at = k.at(self.scaled_weights(first), n * self.scaled_row), n * (BLOCK * s.scale_bytes)
+                k.call(parts.rescale, self.weights(first), to, self.v_places, count, at, self.rows)
         self.begin_sums()
         shared = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
         self.add_values(shared, regular)

@@ -143,7 +143,10 @@ def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
         return s.tiles.narrow_scores
     if not s.format.is_coded:
         return s.tiles.scores
-    return s.tiles.code_scores if s.elements == 1 else s.tiles.coded_pairs
+    tiles = s.tiles.code_scores if s.elements == 1 else s.tiles.coded_pairs
+    if s.format.bits == 8:
+        return tiles
+    return tuple([(rows, max(1, together // 2)) for rows, together in tiles])  # a line has more units, which take room
 
 
 def _score_blocks(k: Function, s: Shape, ahead: Value | None, rows: list[Value], j: Value, together: int) -> None:

@@ -176,21 +176,24 @@ def add_up(module: Module, s: Shape) -> Any:
 
 
 def rescale(module: Module, s: Shape) -> Any:
-    """to[units] = weights[count] of a coded tile, times scales of its values; `at`: the bytes to these in a block.
+    """to[row, units] = weights[row, count] of a coded tile, times scales of its values; `at`: the bytes to these in a
+    block.
 
     Both may be in one place.
     """
-    k = module.function("rescale", prototype("weights* to* places* count at"))
+    k = module.function("rescale", prototype("weights* to* places* count at rows"))
     p, n = k.p, s.lanes
     last = (p["count"] - 1) // BLOCK
     with k.range(0, p["count"], n * s.elements) as j:
-        xs = []
-        for i in range(s.elements):
-            key = j + i * n
+        keys, scales = [j + i * n for i in range(s.elements)], []
+        for key in keys:
             block = k.at(k.load(PTR, p["places"], k.min(key // BLOCK, last) * 8), p["at"])
-            scale = load_scales(k, s.format, block, key % BLOCK, n)
-            xs.append(rescale_weights(k, s, k.load(s.vector, p["weights"], key * 4), scale))
-        k.store(product_of(s).pack_scaled_row(k, xs), p["to"], j * (s.number_bytes // s.elements))
+            scales.append(load_scales(k, s.format, block, key % BLOCK, n))
+        with k.range(0, p["rows"]) as r:
+            row = k.at(p["weights"], r * score_row(s))
+            xs = [rescale_weights(k, s, k.load(s.vector, row, key * 4), x) for key, x in zip(keys, scales, strict=True)]
+            to = r * score_row(s) + j * (s.number_bytes // s.elements)
+            k.store(product_of(s).pack_scaled_row(k, xs), p["to"], to)
     return k.finish()
 
 

@@ -21,7 +21,7 @@ _WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
 _INFINITE = 0x7F800000  # as bits of a float32
 _LARGEST_F16, _INFINITE_F16 = 65504.0, 65520.0  # from the second on a number becomes infinity
 _NAN_F16 = 0x7E00
-_NIBBLES = [float(n - 16 * (n > 7)) for n in range(16)]  # by their bits
+NIBBLES = [float(n - 16 * (n > 7)) for n in range(16)]  # by their bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Int8:
     @property
     def bf16(self) -> list[int]:
         """Returns the bits of each magnitude of 0 to 127 in bf16: exact."""
-        return [_bf16(float(n)) for n in range(128)]
+        return [bf16_bits(float(n)) for n in range(128)]
 
     def narrow_usual(self, k: Function, x: Value, divide: Callable[[Value], Value]) -> Value:
         """Codes of x, which divide() divides by a usual scale: within 127 and a half, the last bits of a sum that has
@@ -123,7 +123,7 @@ class Float8:
     def bf16(self) -> list[int]:
         """Returns the bits of each magnitude in bf16, over `unit`: exact."""
         every = np.arange(128, dtype=np.uint16) << 7
-        return [_bf16(float(x)) for x in every.view(np.float16)]
+        return [bf16_bits(float(x)) for x in every.view(np.float16)]
 
     def narrow_usual(self, k: Function, x: Value, divide: Callable[[Value], Value]) -> Value:
         """Codes of x, which divide() divides by a usual scale: within half a unit of the last code; -0 keeps its
@@ -153,16 +153,16 @@ class Int4:
     def widen_pairs(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> tuple[Value, Value]:
         """Loads bytes side by side, or one; returns the codes of their low and of their high halves, in f32."""
         whole = _extended(k, load_codes(k, pointer, offset, lanes), I32)
-        if lanes == len(_NIBBLES):
-            return _looked_up(k, F32, _NIBBLES, whole), _looked_up(k, F32, _NIBBLES, whole >> 4)
+        if lanes == len(NIBBLES):
+            return _looked_up(k, F32, NIBBLES, whole), _looked_up(k, F32, NIBBLES, whole >> 4)
         kind = like(whole, F32)
         return k.to_float(_signed(k, whole << 28, 28), kind), k.to_float(_signed(k, whole, 4), kind)
 
     def bf16_pairs(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
         """Loads bytes side by side, or one; returns both codes as a pair of bf16."""
-        if lanes == len(_NIBBLES):
+        if lanes == len(NIBBLES):
             whole = _extended(k, load_codes(k, pointer, offset, lanes), I32)
-            halves = [_bf16(x) for x in _NIBBLES]
+            halves = [bf16_bits(x) for x in NIBBLES]
             upper = [(x << 16) - (x >> 15 << 32) for x in halves]
             return _looked_up(k, I32, halves, whole) | _looked_up(k, I32, upper, whole >> 4)
         low, high = self.widen_pairs(k, pointer, offset, lanes)
@@ -213,7 +213,7 @@ def _extended(k: Function, code: Value, kind: ir.Type) -> Value:
     return Value(k, k.b.sext(code.x, like(code, kind)))
 
 
-def _bf16(x: float) -> int:
+def bf16_bits(x: float) -> int:
     """Returns the bits of a number that bf16 has."""
     return int(np.float32(x).view(np.uint32)) >> 16
 

@@ -12,8 +12,8 @@ import numpy as np
 from llvmlite import ir
 
 from ..language.functions import like
-from ..language.vector import F32, I8, I16, I32, PTR, Function, Module, Value, vec
-from ..memory.formats import load_codes
+from ..language.vector import F32, I8, I16, I32, PTR, Function, Module, Value, lanes_of, vec
+from ..memory.formats import NIBBLES, bf16_bits, load_codes
 from ..memory.records import BLOCK
 from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs, PairUnits
@@ -41,6 +41,8 @@ class CodedPairs(PairUnits):
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
         at = k.at(block, t * self.s.block_step)
         if self.is_packed:
+            if count == 4 and self.s.isa.permutes_bytes:
+                return self._line_of_nibbles(k, k.load(vec(I8, _LINE), at))
             return [self.s.format.bf16_pairs(k, at, u * BLOCK + lane, self.s.lanes) for u in range(count)]
         if count == 2 and self.s.isa.permutes_bytes:
             return self._line_of_keys(k, k.load(vec(I8, _LINE), at))
@@ -52,6 +54,27 @@ class CodedPairs(PairUnits):
         low, high = self._halves(k, codes)
         places = [[2 * n * BLOCK + lane + e * BLOCK for lane in range(BLOCK) for e in (0, 1)] for n in (0, 1)]
         return [self._joined(k, low, high, x) for x in places]
+
+    def _line_of_nibbles(self, k: Function, codes: Value) -> list[Value]:
+        """Returns four vectors of pairs, of 16 bytes side by side each.
+
+        The bytes of a vector are spread over the quarters of a register first, since what is interleaved is so in
+        each.
+        """
+        quarters = [16 * n + 4 * q + i for q in range(4) for n in range(4) for i in range(4)]
+        spread = k.shuffle(codes, codes, quarters)
+        halves = [bf16_bits(x) for x in NIBBLES]
+        words = []
+        for nibbles in (spread & 15, (spread.bits(vec(I16, _LINE // 2)) >> 4).bits(spread.type) & 15):
+            low, high = (self._shuffled(k, [(x >> shift) & 255 for x in halves], nibbles) for shift in (0, 8))
+            words.append([x.bits(vec(I16, _LINE // 2)) for x in _interleaved(k, low, high)])
+        pairs = [x for first, second in zip(*words, strict=True) for x in _interleaved(k, first, second)]
+        return [x.bits(self.s.ivector) for x in pairs]
+
+    def _shuffled(self, k: Function, table: list[int], index: Value) -> Value:
+        """Looks up bytes among 16, which are the same in each quarter of a register."""
+        name = "llvm.x86.avx512.pshuf.b.512"
+        return k.intrinsic(name, index.type, _bytes(k, table * 4), index)
 
     def _halves(self, k: Function, codes: Value) -> tuple[Value, Value]:
         """Returns the lower and the upper bytes of codes in bf16: looked up by their magnitudes."""
@@ -105,12 +128,19 @@ class CodedPairs(PairUnits):
 
     @property
     def loads_columns(self) -> bool:
-        return self.s.isa.permutes_bytes and not self.is_packed
+        return self.s.isa.permutes_bytes
 
     def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]:
         if not self.loads_columns:
             return [self.load_values(k, rows, column) for column in columns]
         found, n = [], self.s.lanes
+        if self.is_packed:
+            if len(columns) % 4:
+                return [self.load_values(k, rows, column) for column in columns]
+            for column in columns[::4]:
+                line = self._line_of_nibbles(k, k.load(vec(I8, _LINE), rows[0], column))
+                found += [[x] for x in line]
+            return found
         for column in columns[::2]:
             low, high = self._halves(k, k.joined([load_codes(k, row, column, 2 * n) for row in rows]))
             for first in (0, n):
@@ -166,6 +196,17 @@ class AmxCodes(CodedPairs, AmxTiles):
         row = k.at(block, self.value_offset(at % size, p["row"]))
         x = self._values(k, self.value_row(k, row, at, p["row"]), column, lanes)
         return x if pairs is None else k.select(t < pairs, x, k.const(0, words))
+
+
+def _interleaved(k: Function, a: Value, b: Value) -> list[Value]:
+    """Interleaves the lower, and the upper, halves of each quarter of two registers."""
+    size = lanes_of(a)
+    quarter, half = size // 4, size // 8
+    order = [
+        [q * quarter + part * half + i + size * n for q in range(4) for i in range(half) for n in (0, 1)]
+        for part in (0, 1)
+    ]
+    return [k.shuffle(a, b, x) for x in order]
 
 
 def _bytes(k: Function, numbers: Sequence[int]) -> Value:

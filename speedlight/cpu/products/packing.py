@@ -177,7 +177,8 @@ def stage_values(product: CodeLoader, module: Module) -> Any:
     s, k = product.s, module.function("stage_values", prototype(TILE_WORDS))
     p, n, size, together = k.p, s.lanes, BLOCK // s.elements, product.units_per_load
     header = s.header(p["length"])
-    twice = p["length"] // (2 * n) * (2 * n) if product.loads_columns else k.i64(0)
+    many = 64 // n if s.format.bits < 8 else 2  # vectors of columns that are loaded together
+    twice = p["length"] // (many * n) * (many * n) if product.loads_columns else k.i64(0)
     whole = p["length"] // n * n
     with k.range(0, p["count"], together) as t:
         block, ahead = (k.at(k.load(PTR, p["places"], x // size * 8), header) for x in (t, t + TILE // s.elements))
@@ -193,8 +194,8 @@ def stage_values(product: CodeLoader, module: Module) -> Any:
             with k.range(0, p["length"], 64) as column:
                 k.prefetch(k.at(row, column), s.fetching.level)
         if product.loads_columns:
-            with k.range(0, twice, 2 * n) as column:
-                for i, found in enumerate(product.load_columns(k, rows, [column, column + n])):
+            with k.range(0, twice, many * n) as column:
+                for i, found in enumerate(product.load_columns(k, rows, [column + i * n for i in range(many)])):
                     put(column + i * n, found)
         with k.range(twice, whole, n) as column:
             put(column, product.load_values(k, rows, column, together))
