@@ -177,7 +177,9 @@ def _attend_folded(problem: Problem, rows: Rows, keys: PagedKeys, results: Resul
     if len(of_keys.shape) == 2:
         queries = page_scales.fold(queries, of_keys.numpy(), layout)
     wide = Rows(layout, describe(queries, "q"), describe(out, "out").strides, rows.first)
-    engines.cpu().attend(replace(problem, dtype="float32"), wide, keys, _Places(describe(out, "out"), results.lse_address))
+    engines.cpu().attend(
+        replace(problem, dtype="float32"), wide, keys, _Places(describe(out, "out"), results.lse_address)
+    )
     if len(of_values.shape) == 2:
         out = page_scales.fold(out, of_values.numpy()[:, : problem.value_dim], layout)
     with np.errstate(all="ignore"):

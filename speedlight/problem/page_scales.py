@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays.array import describe
 from ..arrays.dtypes import PAGE_CODES, conversion
 from ..arrays.memory import Array
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, join_words, shown
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, join_words
 from .checks import number
 from .problem import LAYOUTS
 

@@ -5,17 +5,19 @@ Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import latents
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES
+from ..arrays.dtypes import CODES, PAGE_CODES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, join_words, shown
 from ..host.rounding import standard
+from ..problem.block_tables import page_lists
 from ..problem.checks import (
     MOST,
     cache_dtype,
@@ -29,8 +31,9 @@ from ..problem.checks import (
     states_of,
 )
 from ..problem.gradients import SINKS
-from ..problem.options import AllOptions, Options
+from ..problem.options import AllOptions, Options, PagedOptions
 from ..problem.philox import MOST_POSITIONS, kept
+from ..problem.problem import LAYOUTS
 from ..problem.rotary_angles import RotaryOptions, rotation_of
 from ..problem.signatures import public
 from .backward_bounds import (
@@ -83,6 +86,90 @@ def attention(
         for place in case.heads():
             place.solve(out, lse)
     return (case.outward(out), lse) if return_lse else case.outward(out)
+
+
+@public(PagedOptions, leaves_graph=False)
+@standard
+def attention_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    k_lengths: Any,
+    *,
+    return_lse: bool = False,
+    value_dim: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
+    **options: Unpack[PagedOptions],
+) -> Any:
+    """Returns the exact result of `speedlight.attention_paged` with the same arguments should return, in float64.
+
+    Keys are codes times k_scales, exactly, whatever kind of scales they are.
+
+    Args:
+        q, k_pages, v_pages, block_table, k_lengths, value_dim, k_scales, v_scales: as for `speedlight.attention_paged`.
+        return_lse: also return the log-sum-exp.
+        **options: as for `speedlight.attention_paged`.
+
+    Returns:
+        float64 NumPy arrays of the shapes that `speedlight.attention_paged` returns.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q, codes = np.ones((1, 1, 1, 4), np.float32), np.full((2, 3, 1, 4), 100, np.int8)
+    >>> sl.reference.attention_paged(q, codes, codes, [[1]], [2], k_scales=0.5, v_scales=[0.25])[0, 0, 0, 0]
+    np.float64(25.0)
+    """
+    check_flag("return_lse", return_lse)
+    given = Options.of(attention_paged, options).spelled()
+    is_latent = v_pages is None
+    k_pages, v_pages = latents.resolve_joined(k_pages, v_pages, value_dim)
+    keys = _numbers_in_pages(k_pages, k_scales)
+    values = _numbers_in_pages(v_pages, None if is_latent else v_scales)
+    if is_latent:
+        values = keys[..., : values.shape[-1]]
+    numbers, lengths = page_lists(block_table, k_lengths, *keys.shape[:2], 0)
+    k, v = (_gather(x, numbers, lengths, given.layout) for x in (keys, values))
+    queries = describe(q, "q")
+    rows = queries.shape[LAYOUTS[given.layout][-2]]
+    if given.layout == "lhd":
+        offsets = range(len(lengths) + 1) if given.cu_seqlens_q is None else given.cu_seqlens_q
+        of_keys = (0, *np.cumsum(lengths, dtype=np.int64).tolist())
+        given = replace(given, cu_seqlens_q=offsets, cu_seqlens_k=of_keys)
+    else:
+        q_lengths = (rows,) * len(lengths) if given.q_lengths is None else given.q_lengths
+        given = replace(given, q_lengths=q_lengths, k_lengths=lengths)
+    of_shape = [np.zeros(x.shape, queries.numpy().dtype) for x in (k, v)]
+    case = Case(queries.numpy(), *of_shape, given)
+    case.k, case.v = case.inward(k), case.inward(v)
+    out, lse = case.results()
+    lse[...] = -np.inf
+    with np.errstate(all="ignore"):
+        for place in case.heads():
+            place.solve(out, lse)
+    return (case.outward(out), lse) if return_lse else case.outward(out)
+
+
+def _numbers_in_pages(pages: Any, scales: Any) -> np.ndarray:
+    """Returns pages (pages, page_size, kv_heads, dim) in float64: of codes, times their scales."""
+    numbers = describe(pages, "k_pages", codes=True).numpy().astype(np.float64)
+    if scales is None:
+        return numbers
+    factors = _float64(scales)
+    if factors.ndim in (1, 3):  # of heads, of tokens and heads: a row's columns have one
+        factors = factors[..., None]
+    return numbers * factors
+
+
+def _gather(pages: np.ndarray, numbers: np.ndarray, lengths: tuple[int, ...], layout: str) -> np.ndarray:
+    """Returns the tokens of sequences in pages, in a layout: packed, or padded with zeros."""
+    rows = [pages[which].reshape(-1, *pages.shape[2:])[:n] for which, n in zip(numbers, lengths, strict=True)]
+    if layout == "lhd":
+        return np.concatenate(rows)
+    padded = np.zeros((len(rows), max(lengths, default=0), *pages.shape[2:]))
+    for item, x in enumerate(rows):
+        padded[item, : len(x)] = x
+    return padded if layout == "blhd" else padded.swapaxes(1, 2) if layout == "bhld" else padded[0].swapaxes(0, 1)
 
 
 @public(AllOptions, leaves_graph=False)
@@ -267,7 +354,7 @@ def error_bound(
 
 
 @standard
-def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+def quantise(x: Any, dtype: Any, scales: Any = None) -> tuple[np.ndarray, np.ndarray]:
     """Quantises tokens as a cache of codes does: codes · scales is as near to x as a scale for each row allows.
 
     A row's scale is its largest magnitude over the largest code, 127 of int8 and 448 of float8_e4m3fn; a code is the
@@ -276,27 +363,39 @@ def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
 
     Args:
         x: (…, dim) of float32, float16 or bfloat16: each row of dim elements, a token's of one head, is by itself.
-        dtype: "int8" or "float8_e4m3fn", as KVCache takes it.
+        dtype: "int8" or "float8_e4m3fn", as KVCache takes it; "float8_e5m2", as pages of append_paged() may be.
+        scales: in their place those that are given, which broadcast to x. Quotients beyond the codes, which are -128 to
+            127 of int8, become the nearest one. NaN is NaN in float8, 0 in int8. By a scale that is not above 0 all
+            is 0.
 
     Returns:
-        codes (…, dim) and scales (…, 1), both as float32.
+        codes (…, dim) and scales (…, 1), or those that are given, both as float32.
 
     >>> import numpy as np, speedlight as sl
     >>> codes, scales = sl.reference.quantise(np.float32([[896.0, 100.0, 0.01]]), "fp8")
     >>> codes.tolist(), scales.tolist()
     ([[448.0, 48.0, 0.005859375]], [[2.0]])
     """
-    name = cache_dtype(dtype)
-    if name not in CODES:
-        raise ArgumentTypeError(f"dtype: expected {join_words(CODES)}; got {name}, of which a cache keeps every bit.")
+    name: Any = str(dtype).removeprefix("torch.")
+    name = name if name in PAGE_CODES else cache_dtype(dtype)
+    formats = CODES | PAGE_CODES
+    if name not in formats:
+        raise ArgumentTypeError(f"dtype: expected {join_words(formats)}; got {name}, of which a cache keeps every bit.")
     given = describe(x, "x")
-    check_tokens(given.dtype, "x", name)
-    row = CODES[name]
+    check_tokens(given.dtype, "x", name if name in CODES else "int8")
+    row = formats[name]
     rows, last = given.numpy().astype(np.float32), np.float32(row.largest)
+    least = -last
     with np.errstate(all="ignore"):
-        most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
-        scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
-        ratios = np.where(scales > 0, np.clip(rows / scales, -last, last), np.float32(0))
+        if scales is None:
+            most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
+            scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
+        else:
+            scales = _float64(scales).astype(np.float32)
+            if name == "int8":
+                least = np.float32(-128)
+                rows = np.where(np.isnan(rows), np.float32(0), rows)
+        ratios = np.where(scales > 0, np.clip(rows / scales, least, last), np.float32(0))
     digits = row.digits - np.maximum(np.frexp(ratios)[1], row.least)  # after the point
     return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
 

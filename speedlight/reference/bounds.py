@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.dtypes import CODES
+from ..arrays.dtypes import PAGE_CODES
 from ..expressions.tree import rounding_error
 from ..problem.problem import SPAN, TILE, Problem
 
@@ -290,7 +290,7 @@ def products_overflow(head: Any, a: Arithmetic) -> np.ndarray:
     """[q_len, k_len]: which visible scores may be infinite, or NaN, though q and k are finite."""
     k = finite(head.k)
     if a.int8:  # the chain is over codes
-        largest = max(row.largest for row in CODES.values())
+        largest = max(row.largest for row in PAGE_CODES.values())
         k *= np.maximum(1.0, largest / np.maximum(k.max(axis=1, keepdims=True), a.normal))
     size = finite(head.q) @ k.T
     return head.visible[:, : len(head.k)] & (size * max(1.0, abs(a.problem.scale)) > a.room)

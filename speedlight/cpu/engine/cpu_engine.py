@@ -48,7 +48,11 @@ class CpuEngine(Engine):
                 wide = describe(rows.q.numpy().astype(np.float32), "q")
                 wide_out = describe(out, "out")
                 other = Rows(rows.layout, wide, wide_out.strides, rows.first)
-                call = self.prepare(replace(problem, dtype="float32", widened=None), other, PagedKeys(*widened, keys.tables, keys.is_placed))
+                call = self.prepare(
+                    replace(problem, dtype="float32", widened=None),
+                    other,
+                    PagedKeys(*widened, keys.tables, keys.is_placed),
+                )
                 call.run(wide.address, widened[0].address, widened[1].address, wide_out.address, results.lse_address)
                 results.out.numpy()[...] = out.astype(results.out.numpy().dtype)
                 return call
@@ -71,12 +75,12 @@ class CpuEngine(Engine):
 
     def append(
         self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: np.ndarray, before: list[int],
-        counts: list[int],
+        counts: list[int], scales: tuple[Array, Array] | None = None,
     ) -> None:  # fmt: skip
         with importing:
             from . import append_call
 
-        append_call.append_paged(pages, new, layout, table, before, counts)
+        append_call.append_paged(pages, new, layout, table, before, counts, scales)
 
     def merge(self, outs: list[Array], lses: list[Array]) -> tuple[Any, Any]:
         with importing:

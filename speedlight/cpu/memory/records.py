@@ -164,6 +164,10 @@ APPEND = Record(
     "fixed", "ring",  # blocks before those that are a ring, and those
     # of raw pages: tokens of a block, blocks of a page; distances in a page
     "size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column",
+    # of codes there: where the scales of keys and values lie, new for each call; their distances
+    "k_scales", "v_scales",
+    "k_scale_head", "k_scale_block", "k_scale_row", "k_scale_column",
+    "v_scale_head", "v_scale_block", "v_scale_row", "v_scale_column",
 )  # fmt: skip
 RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # list: of its blocks' numbers, or 0
 

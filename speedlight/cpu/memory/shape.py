@@ -259,6 +259,10 @@ class Shape:
         return v * self.vector_bytes
 
 
+# whose scales in arrays codes have: found from each token, and stored; given, for all elements of a row, or for each
+Scaling = Literal["found", "given", "channels"]
+
+
 class Source(NamedTuple):
     """New keys, or values, as the caller has them."""
 
@@ -276,6 +280,7 @@ class AppendShape:
     values: Source
     streams: bool = False  # whole blocks, of rows of whole cache lines, go past the caches
     raw: bool = False  # to rows in pages of any size and strides
+    scaling: tuple[Scaling, Scaling] | None = None  # … as codes: of keys and values
     kind: ClassVar[str] = "append"
 
     @property
