@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -163,27 +163,25 @@ def _describe_codes(q: Array, k: Array, v: Array, scales: tuple[Any, Any] | None
     return [found, page_scales.describe_scales("v_scales", scales[1], v)]
 
 
-class _Places(NamedTuple):
-    """Where an engine writes its results."""
-
-    out: Array
-    lse_address: int
-
-
 def _attend_folded(problem: Problem, rows: Rows, keys: PagedKeys, results: Results, scales: list[Array]) -> None:
     """Attends with scales of channels: those of keys multiply queries, those of values results, all in float32."""
     (of_keys, of_values), layout = scales, rows.layout
-    queries, out = rows.q.numpy().astype(np.float32), np.empty(results.out.shape, np.float32)
+    queries = rows.q.numpy().astype(np.float32)
     if len(of_keys.shape) == 2:
         queries = page_scales.fold(queries, of_keys.numpy(), layout)
-    wide = Rows(layout, describe(queries, "q"), describe(out, "out").strides, rows.first)
+    wide = describe(queries, "q")
+    found = Results(wide, results.out.shape, None if results.lse is None else results.lse.shape, None, ())
     engines.cpu().attend(
-        replace(problem, dtype="float32"), wide, keys, _Places(describe(out, "out"), results.lse_address)
+        replace(problem, dtype="float32"), Rows(layout, wide, found.out.strides, rows.first), keys, found
     )
+    out = found.out.numpy()
     if len(of_values.shape) == 2:
         out = page_scales.fold(out, of_values.numpy()[:, : problem.value_dim], layout)
+    into = results.out.numpy()
     with np.errstate(all="ignore"):
-        results.out.numpy()[...] = out.astype(results.out.numpy().dtype, copy=False)
+        into[...] = out.astype(into.dtype, copy=False)
+    if results.lse is not None and found.lse is not None:
+        results.lse.numpy()[...] = found.lse.numpy()
 
 
 def _repeat(

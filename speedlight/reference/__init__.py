@@ -128,7 +128,7 @@ def attention_paged(
     values = _numbers_in_pages(v_pages, None if is_latent else v_scales)
     if is_latent:
         values = keys[..., : values.shape[-1]]
-    numbers, lengths = page_lists(block_table, k_lengths, *keys.shape[:2], 0)
+    numbers, lengths = page_lists(block_table, k_lengths, keys.shape[0], keys.shape[1], 0)
     k, v = (_gather(x, numbers, lengths, given.layout) for x in (keys, values))
     queries = describe(q, "q")
     rows = queries.shape[LAYOUTS[given.layout][-2]]
@@ -139,8 +139,8 @@ def attention_paged(
     else:
         q_lengths = (rows,) * len(lengths) if given.q_lengths is None else given.q_lengths
         given = replace(given, q_lengths=q_lengths, k_lengths=lengths)
-    of_shape = [np.zeros(x.shape, queries.numpy().dtype) for x in (k, v)]
-    case = Case(queries.numpy(), *of_shape, given)
+    dtype = queries.numpy().dtype
+    case = Case(queries.numpy(), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype), given)
     case.k, case.v = case.inward(k), case.inward(v)
     out, lse = case.results()
     lse[...] = -np.inf

@@ -30,7 +30,6 @@ _CALL = slice(APPEND.word("k"), APPEND.word("k") + 4)
 _SCALES = slice(APPEND.word("k_scales"), APPEND.word("k_scales") + 2)
 _MOST_TOKENS = 64  # of a block of a raw page
 _BY_BYTES = {2: "float16", 4: "float32", 8: "float64"}  # raw tokens are moved as they are
-_IN_PAGE = ("size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column")
 _WORDS, _RUN = len(APPEND.names), len(RUN.names)
 _SLOTS, _LISTS = (slice(_WORDS + RUN.word(name), None, _RUN) for name in ("slot", "list"))
 
@@ -206,10 +205,15 @@ def _words_of(blocks: Blocks, k: New, v: New) -> dict[str, int]:
     raw = blocks.raw
     if raw is None:
         return words
-    words |= dict(zip(_IN_PAGE, raw[: len(_IN_PAGE)], strict=True))
-    for name, scales in zip(("k", "v"), raw.scales or (), strict=False):
-        distances = dict(zip(("head", "block", "row", "column"), scales[1:], strict=True))
-        words |= {f"{name}_scale_{x}": distance for x, distance in distances.items()}
+    words |= {
+        "size": raw.size, "page_blocks": raw.blocks,
+        "to_k_row": raw.k_row, "to_k_column": raw.k_column, "to_v_row": raw.v_row, "to_v_column": raw.v_column,
+    }  # fmt: skip
+    for name, x in zip(("k", "v"), raw.scales or (), strict=False):
+        words |= {
+            f"{name}_scale_head": x.head, f"{name}_scale_block": x.page,
+            f"{name}_scale_row": x.row, f"{name}_scale_column": x.column,
+        }  # fmt: skip
     return words
 
 
