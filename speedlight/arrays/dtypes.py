@@ -61,6 +61,7 @@ PAGE_CODES = {name: row for name, row in CODES.items() if row.bits == 8} | {
         "a", bits=8, largest=57344, digits=3, least=-13, library="ml_dtypes", safetensors="F8_E5M2", on_gpu=None,
     ),
 }  # fmt: skip
+ALL_CODES = CODES | PAGE_CODES
 ELEMENT_BYTES = {name: size for name, (_, size) in DTYPES.items()} | dict.fromkeys(PAGE_CODES, 1)  # of arrays
 SPELLINGS = {x: name for name, row in CODES.items() for x in row.spellings}
 SHORTEST = {name: (*row.spellings, name)[0] for name, row in CODES.items()}  # to type

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.array import listed
-from ..arrays.dtypes import CODES, PAGE_CODES, code_cache, conversion
+from ..arrays.dtypes import ALL_CODES, code_cache, conversion
 from ..arrays.integers import integer, is_one
 from ..arrays.layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from ..arrays.memory import Array
@@ -213,7 +213,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         raise ArgumentError(
             f"q: expected head_dim {stored.head_dim}, as {stored.keeper} has; got {dim} (shape {q.shape})."
         )
-    is_coded = stored.dtype in CODES or stored.dtype in PAGE_CODES
+    is_coded = stored.dtype in ALL_CODES
     if is_coded:
         if q.dtype == "float64":
             over = f"pages of {stored.dtype}" if stored.keeper == "k_pages" else code_cache(stored.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import latents
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES, PAGE_CODES
+from ..arrays.dtypes import ALL_CODES, CODES
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, join_words, shown
@@ -377,13 +377,14 @@ def quantise(x: Any, dtype: Any, scales: Any = None) -> tuple[np.ndarray, np.nda
     ([[448.0, 48.0, 0.005859375]], [[2.0]])
     """
     name: Any = str(dtype).removeprefix("torch.")
-    name = name if name in PAGE_CODES else cache_dtype(dtype)
-    formats = CODES | PAGE_CODES
-    if name not in formats:
-        raise ArgumentTypeError(f"dtype: expected {join_words(formats)}; got {name}, of which a cache keeps every bit.")
+    name = name if name in ALL_CODES else cache_dtype(dtype)
+    if name not in ALL_CODES:
+        raise ArgumentTypeError(
+            f"dtype: expected {join_words(ALL_CODES)}; got {name}, of which a cache keeps every bit."
+        )
     given = describe(x, "x")
     check_tokens(given.dtype, "x", name if name in CODES else "int8")
-    row = formats[name]
+    row = ALL_CODES[name]
     rows, last = given.numpy().astype(np.float32), np.float32(row.largest)
     least = -last
     with np.errstate(all="ignore"):

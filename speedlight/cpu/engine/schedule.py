@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...arrays.dtypes import CODES, STORAGE_BYTES
+from ...arrays.dtypes import ALL_CODES, STORAGE_BYTES
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
@@ -321,7 +321,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
 
 def token_bytes(problem: Problem) -> int:
     """Returns the bytes of a token's keys and values."""
-    bits = CODES[problem.quantised].bits if problem.quantised else 8 * STORAGE_BYTES[problem.key_storage]
+    bits = ALL_CODES[problem.quantised].bits if problem.quantised else 8 * STORAGE_BYTES[problem.key_storage]
     return problem.kv_heads * (problem.head_dim + problem.value_dim) * bits // 8
 
 

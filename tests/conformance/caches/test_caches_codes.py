@@ -46,7 +46,7 @@ def test_codes_against_the_oracle(isa, one_width, rng, codes, dtype, d, dv, opti
 
 def test_the_table_is_of_every_format():
     """Each row has its class, and no names, or tensors on a GPU, are those of two."""
-    assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *CODES}
+    assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *CODES, *dtypes.PAGE_CODES}
     names = [x for row in dtypes.CODES.values() for x in (*row.spellings, *row.elsewhere)]
     for each in (names, dtypes.ON_GPU.values()):
         assert len(set(each)) == len(each)
