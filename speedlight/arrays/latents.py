@@ -84,7 +84,7 @@ def describe_keys(
     """Reads where keys and values lie; those of a KeyPair lie in its latent. `gpu`, `codes`: as for describe()."""
     if type(k) is not KeyPair:
         return describe(k, names[0], gpu=gpu, codes=codes), describe(v, names[1], gpu=gpu, codes=codes)
-    latent, rotary = describe(k.latent, names[0], gpu=gpu), describe(k.rotary, names[0], gpu=gpu)
+    latent, rotary = (describe(x, names[0], gpu=gpu, codes=codes) for x in (k.latent, k.rotary))
     values = replace(latent, name=names[1], shape=(*latent.shape[:-1], k.value_dim))
     return replace(latent, rest=rotary), values
 

@@ -197,9 +197,7 @@ def _describe_scales(given: tuple[Any, Any], k: Array, v: Array) -> tuple[Array,
         if not x.writeable:
             raise ArgumentError(f"{x.name}: expected memory that can be written; got a read-only array. Use a copy.")
         if overlaps_itself(x):
-            raise ArgumentError(
-                f"{x.name}: expected memory of its own for every token and head; got {x.strides} strides."
-            )
+            raise ArgumentError(f"{x.name}: expected a place of its own for every scale; got strides {x.strides}.")
         for other in (k, v, *found[:n], *found[n + 1 :]):
             if overlap(x, other):
                 raise ArgumentError(f"{x.name}: expected memory of its own; got some of {other.name}'.")
