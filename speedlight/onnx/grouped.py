@@ -20,10 +20,11 @@ GROUPED = Library(
         "k_scales": "k_scale", "v_scales": "v_scale", "score": "attention_bias", "sink_logits": "head_sink",
         "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids",
     },
+    ignored=("qk_norm_epsilon",),
     refused={
         "q_norm_weight": "Normalise queries and keys before the node.",
         "k_norm_weight": "Normalise queries and keys before the node.",
-        "qk_output": "An array of every score is Attention's qk_matmul_output.",
+        "qk_output": "An array of all products is Attention's qk_matmul_output.",
         "sliding_window_cache": "Give past_key and past_value of all tokens, beside local_window_size.",
     },
 )  # fmt: skip
@@ -112,12 +113,13 @@ class GroupQueryAttention(OpRun):
         if coded:
             kinds = ("k_scale", k_scale, k_quant_type), ("v_scale", v_scale, v_quant_type)
             scales = {f"{n}s": _scales_of(n, x, kind, k) for n, x, kind in kinds}
-        pages = [x.swapaxes(1, 2) for x in present]
+        k_pages, v_pages = (x.swapaxes(1, 2) for x in present)
         table = np.arange(len(q))[:, None]
-        append_paged(*pages, table, lengths.past, k, v, new_lengths=lengths.new, **scales)
-        y = attention_paged(
+        append_paged(k_pages, v_pages, table, lengths.past, k, v, new_lengths=lengths.new, **scales)
+        y: Any = attention_paged(
             q,
-            *pages,
+            k_pages,
+            v_pages,
             table,
             lengths.total,
             causal=causal != 0,
