@@ -239,7 +239,7 @@ CODES = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_b
 SCALES = {"k_scale": np.float32([0.5]), "v_scale": np.float32([0.5])}
 FLOATS = {"past_key": np.zeros((1, 1, 4, 8), np.float32), "past_value": np.zeros((1, 1, 4, 8), np.float32)}
 WRONG = [
-    ({"kv_cache_bit_width": 4} | dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_TENSOR"), {}, "Codes of four bits"),
+    (CODES | {"kv_cache_bit_width": 4}, {}, "Codes of four bits"),
     ({"k_quant_type": "PER_TOKEN"}, {}, "k_quant_type: expected NONE, PER_TENSOR or PER_CHANNEL"),
     ({"k_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}, {}, "v_quant_type: expected codes of both"),
     ({"kv_cache_bit_width": 8}, {}, "kv_cache_bit_width: expected 0 beside NONE"),
