@@ -139,7 +139,7 @@ def attention_paged(
     rows = Rows(given.layout, a, results.out.strides, offsets and offsets[:-1])
     each = [page_scales.for_tokens(x, k) for x in coded]
     keys = PagedKeys(k, v, tables, placed, *each)
-    if page_scales.have_channels(*coded):
+    if page_scales.have_channels(coded):
         _attend_folded(problem, rows, keys, results, coded)
         return results.returned()
     own.attend(problem, rows, keys, results)
@@ -192,7 +192,7 @@ def _repeat(
     results: each may be None.
     """
     of_options, cpu = options.key(), engines.cpu()
-    if of_options is None or type(k_pages) is KeyPair or (scales is not None and page_scales.have_channels(*scales)):
+    if of_options is None or type(k_pages) is KeyPair:
         return None, None
     read, into = cpu.read(0, q, k_pages, v_pages, *(scales or ())), None if out is None else cpu.read(0, out)
     if read is None or (out is not None and into is None):

@@ -46,14 +46,14 @@ def _as_array(name: str, x: Any) -> Any:
     if not isinstance(x, numbers.Real):
         return x
     value = number(name, x, "a number or an array of float32")
-    if not abs(value) <= _MOST:  # NaN is not, either
-        raise ArgumentError(f"{name}: expected a finite number of float32; got {value}.")
+    if not 0 <= value <= _MOST:  # NaN is not, either
+        raise ArgumentError(f"{name}: expected a finite number of float32, 0 or more; got {value}.")
     return np.array(value, np.float32)
 
 
-def have_channels(*scales: Any) -> bool:
-    """Returns whether any scales, arrays of any library, are those of channels."""
-    return any([len(getattr(x, "shape", ())) == 2 for x in scales])
+def have_channels(scales: list[Array]) -> bool:
+    """Returns whether any scales are those of channels."""
+    return any([len(x.shape) == 2 for x in scales])
 
 
 def check_codes(k: Array, v: Array, q: Array, scales: tuple[Any, Any] | None, *, on_gpu: bool) -> None:

@@ -171,8 +171,8 @@ MUTATIONS = (
     Mutation(
         "float8 is rounded up half way",
         "cpu/memory/formats.py",
-        "| bias - 8)",
-        "| bias - 7)",
+        "| excess - (1 << mantissa))",
+        "| excess - (1 << mantissa) + 1)",
         "tests/conformance/caches/test_putting.py -k codes",
     ),
     Mutation(
