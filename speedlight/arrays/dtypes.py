@@ -22,8 +22,11 @@ THEIR_DTYPES = {
 }
 
 
+LATENT_BLOCK = 128  # codes of a latent that share a scale
+
+
 class CodeFormat(NamedTuple):
-    """A format of caches that keep codes, with a scale for each token and head.
+    """A format of caches that keep codes, with scales for each token and head.
 
     A code whose binary exponent (frexp's) is e is a multiple of 2^(max(e, least) - digits).
     """
@@ -34,14 +37,31 @@ class CodeFormat(NamedTuple):
     digits: int  # of a code of the least exponent or more
     least: int
     library: str  # whose dtype it is
-    safetensors: str  # its name in files
+    safetensors: str | None  # its name in files; None: codes of parts of bytes, which are packed there
     on_gpu: str | None  # dtype of tensors there, by which kernels tell formats: no two have the same; None: not there
     spellings: tuple[str, ...] = ()  # as people type it
     elsewhere: tuple[str, ...] = ()  # other libraries' names, for which errors say ours
+    block: int = 0  # elements of a row that share a scale; 0: all
+    scale: str = "float32"  # dtype of scales
+
+    @property
+    def is_packed(self) -> bool:
+        """Returns whether two codes share a byte: these are -8 to 7, by the rule of ggml's q4_0."""
+        return self.bits == 4
+
+    @property
+    def scale_bytes(self) -> int:
+        """Returns the bytes of a scale."""
+        return DTYPES[self.scale][1]
 
     @property
     def error(self) -> float:
-        """Bounds how far code · scale is from its number, over the row's largest magnitude."""
+        """Bounds how far code · scale is from its number, over the largest magnitude of those that share the scale.
+
+        Not where a scale of float16 is subnormal, or exceeds its largest number.
+        """
+        if self.is_packed:  # a number as large as the largest, of the other sign, is 7 of its 8 scales
+            return (1 + 7 * 2.0**-11) / self.largest
         return 2.0 ** (math.frexp(self.largest)[1] - self.digits - 1) / self.largest
 
 
@@ -54,6 +74,10 @@ CODES = {
         "a", bits=8, largest=448, digits=4, least=-5, library="ml_dtypes", safetensors="F8_E4M3", on_gpu="uint8",
         spellings=("fp8", "fp8_e4m3", "float8_e4m3"), elsewhere=("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3"),
     ),
+    "int4": CodeFormat(
+        "an", bits=4, largest=8, digits=4, least=4, library="ml_dtypes", safetensors=None, on_gpu=None,
+        spellings=("q4_0",), elsewhere=("i4", "u4", "q4"), block=32, scale="float16",
+    ),
 }  # fmt: skip
 # codes in the caller's pages: those of a whole byte, and one that no cache keeps, since int8 and e4m3fn are nearer
 PAGE_CODES = {name: row for name, row in CODES.items() if row.bits == 8} | {
@@ -64,7 +88,7 @@ PAGE_CODES = {name: row for name, row in CODES.items() if row.bits == 8} | {
 ALL_CODES = CODES | PAGE_CODES
 ELEMENT_BYTES = {name: size for name, (_, size) in DTYPES.items()} | dict.fromkeys(PAGE_CODES, 1)  # of arrays
 SPELLINGS = {x: name for name, row in CODES.items() for x in row.spellings}
-SHORTEST = {name: (*row.spellings, name)[0] for name, row in CODES.items()}  # to type
+SHORTEST = {name: min((name, *row.spellings), key=len) for name, row in CODES.items()}  # to type
 ON_GPU = {name: row.on_gpu for name, row in CODES.items() if row.on_gpu}
 
 

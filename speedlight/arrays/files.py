@@ -22,7 +22,8 @@ from .dtypes import CODES, numpy_dtype
 _UNPACKED = 64 << 20  # bytes that a compressed file may hold whatever its size
 _RATIO = 32  # … and beyond them for each of its own
 _SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I32": "int32",
-                "I64": "int64", **{row.safetensors: name for name, row in CODES.items()}}  # fmt: skip
+                "I64": "int64", "U8": "uint8",
+                **{row.safetensors: name for name, row in CODES.items() if row.safetensors}}  # fmt: skip
 _NAMES = {name: word for word, name in _SAFETENSORS.items()}
 
 

@@ -143,7 +143,7 @@ def attention_paged(
         _attend_folded(problem, rows, keys, results, coded)
         return results.returned()
     own.attend(problem, rows, keys, results)
-    if key is not None and not coded and not placed and problem.rows is None and all(problem.q_lengths):
+    if key is not None and not placed and problem.rows is None and all(problem.q_lengths):
         _remember(key, rows, keys, given, results.out)
     return results.returned()
 

@@ -90,7 +90,7 @@ _OPTIONS = {
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
     "kv_cache_dtype is_fp8_kvcache k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales "
-    "are a KVCache's, KVCache(dtype='int8' or 'fp8'), or attention_paged's, k_scales= and v_scales=",
+    "are a KVCache's, KVCache(dtype='int8', 'fp8' or 'int4'), or attention_paged's, k_scales= and v_scales=",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {
@@ -128,7 +128,7 @@ _KEPT = {
     "num_heads n_heads nheads heads": "kv_heads=, those of keys and values",
     "num_layers n_layers num_hidden_layers": "layers=",
 }
-_CODES = {"nbits bits quantized quantization cache_dtype kv_cache_dtype": "dtype='int8' or 'fp8', with scales"}
+_CODES = {"nbits bits quantized quantization cache_dtype kv_cache_dtype": "dtype='int8', 'fp8' or 'int4', with scales"}
 _TOKENS = "max_seq_len max_seqlen max_model_len max_length max_len max_cache_len size n"
 _WINDOWS = "window window_size sliding_window"
 _FIRST = "keep_first num_sink_tokens sink_tokens sinks"

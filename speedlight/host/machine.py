@@ -51,13 +51,23 @@ class Isa:
         return not self.name.endswith("-software")
 
     @property
+    def permutes_bytes(self) -> bool:
+        """Has instructions that look up bytes in two vectors (VBMI): those of the dot instruction have them, too."""
+        return "+avx512vbmi" in self.features
+
+    @property
     def has_tiles(self) -> bool:
         """Has tile registers, which a process must ask the system for."""
         return "amx-tile" in self.needs
 
-    def product(self, storage: str, *, gradients: bool = False) -> str:
-        """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each."""
+    def product(self, storage: str, *, gradients: bool = False, codes: bool = False) -> str:
+        """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each.
+
+        codes: keys and values are codes, under queries that are stored so.
+        """
         name = dict(self.products).get(storage, "fma")
+        if codes and not PRODUCTS[name].codes:
+            return "fma"
         return PRODUCTS[name].gradients or name if gradients else name
 
     def dot(self, dtype: object, *, gradients: bool = False) -> bool | str:
@@ -90,13 +100,14 @@ class Steps(NamedTuple):
     packed: int = 1  # units that lie together in a packed row of queries or keys: zeros fill it up
     title: str = "multiply-adds"
     tried: tuple[str, ...] = ()  # kernels before whose first use the order of its instruction's sums is tried
+    codes: bool = False  # takes codes of keys and values, which its elements have exactly
 
 
 # by name; host/tunings.py has a row of blockings for each
 PRODUCTS = {
-    "fma": Steps(1),
-    "pairs": Steps(2, dot=True, title="pairs of bfloat16"),
-    "amx_tiles": Steps(2, 16, 32, "fma", "tiles", 16, "tiles of bfloat16", ("forward",)),
+    "fma": Steps(1, codes=True),
+    "pairs": Steps(2, dot=True, title="pairs of bfloat16", codes=True),
+    "amx_tiles": Steps(2, 16, 32, "fma", "tiles", 16, "tiles of bfloat16", ("forward",), codes=True),
     "odd_pairs": Steps(2, 1, 8, "fma", "odd", 2, "pairs of bfloat16, rounded to odd", ("forward", "decode")),
 }
 
@@ -104,13 +115,14 @@ PRODUCTS = {
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
 _BF16, _TILES, _ODD = (("bf16", "pairs"),), (("bf16", "amx_tiles"),), (("bf16", "odd_pairs"),)
 _AVX2 = ("avx2", "fma", "f16c")
-_AMX = "+amx-tile,+amx-bf16,+avx512bf16,-prefer-256-bit"
-_HAS_AMX = (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16")
+_PAIRS = "+avx512bf16,+avx512vbmi,-prefer-256-bit"
+_HAS_PAIRS = (*_AVX512, "avx512bf16", "avx512vbmi")
+_HAS_AMX = (*_HAS_PAIRS, "amx-tile", "amx-bf16")
 # best first:
 #    name          arch       bytes regs  LLVM's cpu   LLVM's features                what the host must have   products
 ISAS = (
-    Isa("amx",        "x86_64",  64, 32, "x86-64-v4", _AMX,                          _HAS_AMX,                 _TILES),
-    Isa("avx512bf16", "x86_64",  64, 32, "x86-64-v4", "+avx512bf16,-prefer-256-bit", (*_AVX512, "avx512bf16"), _BF16),
+    Isa("amx",        "x86_64",  64, 32, "x86-64-v4", f"+amx-tile,+amx-bf16,{_PAIRS}", _HAS_AMX,               _TILES),
+    Isa("avx512bf16", "x86_64",  64, 32, "x86-64-v4", _PAIRS,                        _HAS_PAIRS,               _BF16),
     Isa("avx512",     "x86_64",  64, 32, "x86-64-v4", "-prefer-256-bit",             _AVX512),
     Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            _AVX2),
     Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ("neon",)),

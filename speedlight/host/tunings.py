@@ -24,11 +24,13 @@ class RegisterTiles:
     keys: tuple[int, int, int]  # keys (or columns of values) beside 1, 2, 3 query vectors
     # decoding: rows of queries x blocks of a cache, the largest first; blocks at once are streams from memory
     scores: tuple[tuple[int, int], ...]
-    int8_scores: tuple[tuple[int, int], ...]
+    code_scores: tuple[tuple[int, int], ...]  # of codes, which are widened to numbers
+    coded_pairs: tuple[tuple[int, int], ...]  # … or to pairs of bfloat16
     narrow_scores: tuple[tuple[int, int], ...]  # where a block of 16 keys takes several vectors
     # decoding: rows of queries x vectors of a value, and for how many rows or more
     values: tuple[tuple[int, int, int], ...]
-    int8_values: tuple[tuple[int, int, int], ...]
+    code_values: tuple[tuple[int, int, int], ...]
+    paired_values: tuple[tuple[int, int, int], ...]
     gradients: tuple[tuple[int, int], ...]  # keys x vectors of columns, of dK and dV, the widest first, down to one
     key_vectors: int = 1  # decoding rows of keys: vectors of them at once
 
@@ -154,23 +156,23 @@ class Tuning:
 # An Intel core multiplies and adds twice a cycle, 4 cycles each, and widens and computes exponentials in the same two
 # pipes: eight sums at least, and what was widened is used for every row of a group (bf16 1.15 to 1.2 times as fast).
 #       registers   keys
-#          scores                    of int8                   narrow
-#          values                             of int8
+#          scores                    of codes                  of codes as pairs         narrow
+#          values                               of codes                         of codes as pairs
 #          gradients
 _TILES = (
     RegisterTiles(32, (8, 8, 8),
-        ((8, 1), (4, 1), (1, 1)), ((8, 1), (4, 2), (1, 4)), ((4, 1), (1, 1)),
-        ((4, 4, 8), (2, 8, 2), (1, 8, 1)), ((4, 4, 4), (2, 8, 2), (1, 8, 1)),
+        ((8, 1), (4, 1), (1, 1)), ((8, 1), (4, 4), (1, 8)), ((8, 2), (4, 4), (1, 8)), ((4, 1), (1, 1)),
+        ((4, 4, 8), (2, 8, 2), (1, 8, 1)), ((4, 4, 4), (2, 8, 2), (1, 8, 1)), ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)),
         ((8, 2), (8, 1))),
     RegisterTiles(16, (4, 4, 4),
-        ((4, 1), (1, 1)),         ((4, 1), (1, 1)),         ((4, 1), (1, 1)),
-        ((2, 4, 2), (1, 4, 1)),            ((2, 4, 2), (1, 4, 1)),
+        ((4, 1), (1, 1)),         ((4, 1), (1, 1)),         ((4, 1), (1, 1)),         ((4, 1), (1, 1)),
+        ((2, 4, 2), (1, 4, 1)),              ((2, 4, 2), (1, 4, 1)),             ((2, 4, 2), (1, 4, 1)),
         ((4, 3), (4, 2), (4, 1))),
 )  # fmt: skip
 _INTEL_TILES = (
     RegisterTiles(32, (8, 8, 8),
-        ((8, 2), (4, 2), (1, 4)), ((8, 2), (4, 2), (1, 4)), ((4, 1), (1, 1)),
-        ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)), ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)),
+        ((8, 2), (4, 2), (1, 4)), ((8, 2), (4, 2), (1, 4)), ((8, 2), (4, 2), (1, 4)), ((4, 1), (1, 1)),
+        *[((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1))] * 3,
         ((8, 2), (8, 1))),
 )  # fmt: skip
 # One vector of four keys would wait for its sum: 16 keys at once.

@@ -54,8 +54,9 @@ class KVCache:
         kv_heads: heads of keys and values.
         head_dim: elements of a key.
         capacity: most tokens of a sequence. Left out with a window, whose memory does not grow, it is 2^46.
-        dtype: float32, float64, float16, bfloat16, or codes with a scale for each token and head, from that row alone:
-            int8, or float8_e4m3fn ("fp8"). A cache of codes takes and returns float32, float16 or bfloat16.
+        dtype: float32, float64, float16, bfloat16, or codes with scales for each token and head, from that row alone:
+            int8 or float8_e4m3fn ("fp8") with a scale for the row, or int4 ("q4_0", as ggml has it) with one for each
+            32 elements. A cache of codes takes and returns float32, float16 or bfloat16.
         value_dim: elements of a value. Default head_dim.
         window: a token sees itself and the window - 1 tokens before it, as with sl.window(window - 1, 0); older
             tokens are dropped.
@@ -66,7 +67,7 @@ class KVCache:
             lengths, and synchronize() brings the host's up to date.
         latent: True where values are the first value_dim columns of keys (multi-head latent attention, MLA), which are
             stored once. append() and attend() then take a latent as k and its rotary part as v, or a key with both as k
-            alone. Codes of latents have one scale for both parts.
+            alone. Codes are of values, with a scale for each 128 of them, and the rest of a key is bfloat16.
 
     >>> import numpy as np, speedlight as sl
     >>> cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=4, capacity=8)
@@ -103,7 +104,7 @@ class KVCache:
         self.dtype: DtypeName = cache_dtype(dtype)
         self._ring = ring_of(self.window, self.keep_first)
         room = None if window else self.capacity
-        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim)
+        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim, self.dtype)
         dims = self.head_dim, self.value_dim
         shape = TokenShape(self.layers, self.kv_heads, *dims, self.dtype, room, self.latent)
         self._storage = engine.cache_storage(shape, self.batch, self.capacity, self._ring, device)

@@ -59,7 +59,7 @@ class PagePool:
         page_size: tokens of a page, a multiple of 16.
         kv_heads: heads of keys and values.
         head_dim: elements of a key.
-        dtype: float32, float64, float16, bfloat16, int8 or float8_e4m3fn, as for KVCache.
+        dtype: float32, float64, float16, bfloat16, int8, float8_e4m3fn or int4, as for KVCache.
         value_dim: elements of a value. Default head_dim.
         device: where the pages lie: "cpu", or "cuda" ("cuda:0", …) for a GPU, whose tensors calls then take and return.
         latent: True where values are the first columns of keys, as for KVCache.
@@ -97,7 +97,7 @@ class PagePool:
             way = f"Use {-(-self.page_size // BLOCK) * BLOCK}"
             raise ArgumentError(f"page_size: expected a multiple of {BLOCK}; got {self.page_size}. {way}.")
         self.dtype = cache_dtype(dtype)
-        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim)
+        self.latent = check_latent(latent, self.head_dim, self.value_dim, value_dim, self.dtype)
         room, dims = self.pages * self.page_size, (self.head_dim, self.value_dim)
         shape = TokenShape(self.layers, self.kv_heads, *dims, self.dtype, room, self.latent)
         # first: the reservation may fail

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.dtypes import CODES, DTYPES, numpy_dtype
+from ..arrays.dtypes import CODES, DTYPES, LATENT_BLOCK, numpy_dtype
 from ..arrays.files import MappedFile, map_arrays, write_arrays
 from ..arrays.integers import integer
 from ..errors import ArgumentError, ArgumentTypeError, FileError, UnsupportedError, of_a_handler
@@ -138,7 +138,7 @@ def write(
             stored[f"{prefix}{name}"] = np.array([x[n] for x in saved.held], np.int64)
         for layer, both in enumerate(saved.parts):
             for name, parts in zip(("key", "value"), both, strict=True):
-                for suffix, x in zip(("", "_scale"), parts, strict=False):
+                for suffix, x in _in_file(parts, saved.dtype).items():
                     stored[f"{prefix}{name}{suffix}s.{layer}"] = x
     write_arrays(path, stored, said, private=True)
 
@@ -274,9 +274,10 @@ def read(path: Path, file: MappedFile, prefix: str = "") -> Saved:
     for layer, pairs in enumerate(held):
         most = max(ring.held(*pair) for pair in zip(*pairs, strict=True))
         shape = sizes["batch"], sizes["kv_heads"], most
-        keys = _parts(path, f"{prefix}key{{}}s.{layer}", (*shape, sizes["head_dim"]), dtype, file.arrays)
+        latent = sizes["value_dim"] if sizes.get("latent") else None
+        keys = _parts(path, f"{prefix}key{{}}s.{layer}", (*shape, sizes["head_dim"]), dtype, file.arrays, latent)
         values = []
-        if not sizes.get("latent"):
+        if latent is None:
             values = _parts(path, f"{prefix}value{{}}s.{layer}", (*shape, sizes["value_dim"]), dtype, file.arrays)
         parts.append((keys, values))
     return Saved(sizes, dtype, held, parts)
@@ -462,24 +463,67 @@ def _held(
     return held
 
 
+def _in_file(parts: list[np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of keys or values of a layer by how their names end; safetensors has no type of four bits."""
+    if parts and dtype in CODES and CODES[dtype].is_packed:
+        return {"_nibble": _packed(parts[0]), "_scale": parts[1]}
+    return dict(zip(("", "_scale", "_rest"), parts, strict=False))
+
+
+def _packed(codes: np.ndarray) -> np.ndarray:
+    """Returns codes of four bits two in a byte, the first in the low half; an odd last one has a zero beside it."""
+    halves = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // 2), 2), np.uint8)
+    bits = codes.astype(np.int8).view(np.uint8) & 15
+    halves[..., 0], halves[..., : bits.shape[-1] // 2, 1] = bits[..., ::2], bits[..., 1::2]
+    return halves[..., 0] | halves[..., 1] << 4
+
+
+def _unpacked(packed: np.ndarray, dim: int, kind: np.dtype) -> np.ndarray:
+    """Returns what _packed() was given."""
+    bits = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return ((bits[..., :dim] ^ 8).view(np.int8) - np.int8(8)).astype(kind)
+
+
+def _planes(dtype: str, dim: int, latent: int | None) -> dict[str, tuple[int, np.dtype]]:
+    """Returns columns and dtype of the arrays that _in_file() names; `latent`: as _parts() has it."""
+    if dtype not in CODES:
+        return {"": (dim, numpy_dtype(dtype))}
+    row, columns = CODES[dtype], dim if latent is None else latent
+    size = (row.block if latent is None else LATENT_BLOCK) or columns
+    scales = {"_scale": (-(-columns // size), np.dtype(row.scale))}
+    if row.is_packed:
+        return {"_nibble": (-(-columns // 2), np.dtype(np.uint8))} | scales
+    rest = {} if latent is None else {"_rest": (dim - columns, numpy_dtype("bfloat16"))}
+    return {"": (columns, numpy_dtype(dtype))} | scales | rest
+
+
 def _parts(
-    path: Path, name: str, shape: tuple[int, ...], dtype: str, stored: dict[str, np.ndarray]
+    path: Path, name: str, shape: tuple[int, ...], dtype: str, stored: dict[str, np.ndarray], latent: int | None = None
 ) -> list[np.ndarray]:
-    """Returns keys or values of a layer; codes and their scales."""
-    coded = dtype in CODES
-    planes = [("", shape[-1], numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if coded else [])
+    """Returns keys or values of a layer; codes and their scales, and the rest of latents beside codes.
+
+    latent: how many columns of a latent are values.
+    """
     parts = []
-    for part, last, kind in planes:
+    for part, (last, kind) in _planes(dtype, shape[-1], latent).items():
         x, wanted = stored.get(name.format(part)), (*shape[:-1], last)
         if x is None or x.shape != wanted or x.dtype != kind:
             got = "none" if x is None else f"{x.shape} of {x.dtype}"
             raise FileError(f"{path}: expected {name.format(part)} of shape {wanted} and dtype {kind}; got {got}.")
         parts.append(x)
-    if coded:
-        if dtype == "float8_e4m3fn" and _has_nan(parts[0]):
-            raise FileError(f"{path}: expected {name.format('')} of numbers; got NaN, which belongs in the scale.")
-        if (parts[1] < 0).any() or np.isinf(parts[1]).any():
-            raise FileError(f"{path}: expected {name.format('_scale')} of finite numbers that are not negative.")
+    if dtype not in CODES:
+        return parts
+    if dtype == "float8_e4m3fn" and _has_nan(parts[0]):
+        raise FileError(f"{path}: expected {name.format('')} of numbers; got NaN, which belongs in the scale.")
+    is_packed = CODES[dtype].is_packed
+    has_sign = not is_packed and bool((parts[1] < 0).any())
+    if has_sign or np.isinf(parts[1]).any():
+        what = "finite numbers" if is_packed else "finite numbers that are not negative"
+        raise FileError(f"{path}: expected {name.format('_scale')} of {what}.")
+    if is_packed:
+        parts[0] = _unpacked(parts[0], shape[-1], numpy_dtype(dtype))
+        parts[1] = np.where(np.isnan(parts[1]), parts[1].dtype.type(np.nan), parts[1])
+    else:
         parts[1] = np.abs(parts[1])  # zeros and NaN of one sign: the kernels read it
     return parts
 

@@ -213,10 +213,10 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         raise ArgumentError(
             f"q: expected head_dim {stored.head_dim}, as {stored.keeper} has; got {dim} (shape {q.shape})."
         )
-    is_coded = stored.dtype in ALL_CODES
+    is_coded, in_pages = stored.dtype in ALL_CODES, stored.keeper == "k_pages"
     if is_coded:
         if q.dtype == "float64":
-            over = f"pages of {stored.dtype}" if stored.keeper == "k_pages" else code_cache(stored.dtype)
+            over = f"pages of {stored.dtype}" if in_pages else code_cache(stored.dtype)
             raise ArgumentTypeError(f"q: expected float32, float16 or bfloat16 over {over}; got float64.")
     elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
         way = f"Convert it first: {conversion('q', stored.dtype)}."
@@ -238,7 +238,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).{way}")
     fields = {
         "quantised": stored.dtype if is_coded else None,
-        "widened": stored.dtype if are_widened(stored.dtype, q.dtype) else None,
+        "widened": stored.dtype if are_widened(stored.dtype, q.dtype) or (is_coded and in_pages) else None,
         "items": stored.items,
         "first_row": None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
     }

@@ -14,7 +14,7 @@ from ..arrays.array import describe, listed
 from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, THEIR_DTYPES, code_cache, conversion
 from ..arrays.integers import integer, is_one, whole
 from ..arrays.memory import Array
-from ..errors import ArgumentError, ArgumentTypeError, CacheFull, join_words, pass_on, shown
+from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError, join_words, pass_on, shown
 from ..errors.advice import of_layout, of_scale, of_window
 from .options import MOST_SEEDS, DtypeName
 from .problem import LAYOUTS
@@ -362,7 +362,7 @@ def cache_sizes(
     return tuple(sizes)  # type: ignore[return-value]
 
 
-def check_latent(latent: Any, head_dim: int, value_dim: int, given: Any) -> bool:
+def check_latent(latent: Any, head_dim: int, value_dim: int, given: Any, dtype: str) -> bool:
     """Returns whether values are the first columns of keys; raises unless a key has so many, as was `given`."""
     check_flag("latent", latent)
     if latent and given is None:
@@ -374,6 +374,11 @@ def check_latent(latent: Any, head_dim: int, value_dim: int, given: Any) -> bool
         raise ArgumentError(
             f"value_dim: expected at most head_dim={head_dim}, as values are the first columns of keys (latent=True); "
             f"got {value_dim}. head_dim counts the columns of a latent and of its rotary part."
+        )
+    if latent and dtype in CODES and CODES[dtype].is_packed:
+        raise UnsupportedError(
+            f"dtype: expected int8, float8_e4m3fn ('fp8') or a dtype of numbers with latent=True; got {dtype}. Codes "
+            "of four bits are of keys and values."
         )
     return latent
 

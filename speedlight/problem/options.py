@@ -59,8 +59,8 @@ Engine = Literal["cpu", "cuda"]
 Precision = Literal["ieee", "tf32x3", "tf32"]
 Shard = Literal["auto", "contiguous", "zigzag", "stripe"]
 Method = Literal["auto", "ring", "ulysses", "gather", "exact", "mesh"]
-DtypeName = Literal["float32", "float64", "float16", "bfloat16", "int8", "float8_e4m3fn"]
-Dtype = DtypeName | Literal["fp8", "fp8_e4m3", "float8_e4m3"] | np.dtype[Any] | type[Any] | TorchDtype
+DtypeName = Literal["float32", "float64", "float16", "bfloat16", "int8", "float8_e4m3fn", "int4"]
+Dtype = DtypeName | Literal["fp8", "fp8_e4m3", "float8_e4m3", "q4_0"] | np.dtype[Any] | type[Any] | TorchDtype
 
 
 class ScoreOptions(TypedDict, total=False):

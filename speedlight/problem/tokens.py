@@ -17,7 +17,7 @@ class TokenShape(NamedTuple):
     kv_heads: int
     head_dim: int
     value_dim: int
-    dtype: str  # of arrays.CODES: codes, with a scale for each token and head
+    dtype: str  # of arrays.CODES: codes, with scales for each token and head
     most: int | None = None  # tokens that a sequence has room for; None where old ones make room
     latent: bool = False  # values are the first value_dim columns of keys, and stored as a part of them
 
@@ -33,7 +33,7 @@ class TokenShape(NamedTuple):
 
     @property
     def has_codes_of_latents(self) -> bool:
-        """Returns whether tokens are latents that are codes: whole keys with one scale, in blocks as values have."""
+        """Returns whether tokens are latents whose values are codes, in blocks of 16 tokens, row by row."""
         return self.latent and self.dtype in CODES
 
     def stored(self, lengths: list[int], **more: Any) -> Stored:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import latents
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import ALL_CODES, CODES
+from ..arrays.dtypes import ALL_CODES, CODES, CodeFormat
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, join_words, shown
@@ -309,6 +309,7 @@ def error_bound(
     proven: bool = False,
     dot: bool | str = False,
     int8: bool = False,
+    codes: Any = None,
     tile: int | None = None,
     value_dim: Any = None,
     **options: Unpack[AllOptions],
@@ -316,13 +317,14 @@ def error_bound(
     """Bounds how far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
 
     Args:
-        q, k, v, **options: as for `attention`.
+        q, k, v, **options: as for `attention`. Of codes, k and v are float32, and q what attend() takes.
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
             Default: what roundings of these very numbers come to at most, to first order: several times less.
         dot: bfloat16 by the dot instruction, where k and v are of q's dtype; "tiles": by tiles (AMX); "odd": by Arm's
-            instructions.
-        int8: k and v are codes · scales of a cache of codes (int8, float8_e4m3fn), as its keys() and values() give
-            them.
+            instructions. Codes are multiplied so under bfloat16 queries.
+        int8: codes="int8".
+        codes: k and v are codes · scales of a cache of this dtype ("int8", "float8_e4m3fn", "int4"), as its keys() and
+            values() give them; with v=None those of latents.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
         value_dim: as for `attention`, with v=None.
 
@@ -341,10 +343,17 @@ def error_bound(
     tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
+    name, is_latent = _codes_of(codes, int8=int8), v is None
     k, v = latents.resolve_joined(k, v, value_dim)
+    kind = describe(q, "q").dtype
+    if name is not None and kind != describe(k, "k").dtype:
+        q = describe(q, "q").numpy().astype(np.float32)  # which codes are multiplied with; the result is rounded
     case = _case(error_bound, q, k, v, options)
-    dot, precision = False if case.problem.widened else dot, options.get("precision", "ieee")
-    arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)
+    if case.problem.widened or (name is not None and kind != "bfloat16"):
+        dot = False
+    problem = case.problem if name is None else replace(case.problem, dtype=kind)
+    precision = options.get("precision", "ieee")
+    arithmetic = Arithmetic(problem, proven, dot, name, is_latent and name is not None, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):
         for head in case.heads():
@@ -353,52 +362,114 @@ def error_bound(
     return Bounds(case.outward(out), lse)
 
 
-@standard
-def quantise(x: Any, dtype: Any, scales: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises tokens as a cache of codes does: codes · scales is as near to x as a scale for each row allows.
+def _codes_of(codes: Any, *, int8: bool) -> str | None:
+    """Returns the dtype of codes that error_bound() is given."""
+    if codes is None:
+        return "int8" if int8 else None
+    return _name_of_codes("codes", codes)
 
-    A row's scale is its largest magnitude over the largest code, 127 of int8 and 448 of float8_e4m3fn; a code is the
-    nearest to x / scale, of two the even one. Both quotients are rounded to float32. A row with NaN or infinity has a
-    scale of NaN. docs/numerics.md says how far codes · scales may be from x.
+
+def _name_of_codes(name: str, dtype: Any) -> str:
+    """Returns the name of a dtype of codes, of a cache or of the caller's pages."""
+    found: Any = str(dtype).removeprefix("torch.")
+    found = found if found in ALL_CODES else cache_dtype(dtype)
+    if found not in ALL_CODES:
+        raise ArgumentTypeError(
+            f"{name}: expected {join_words(ALL_CODES)}; got {found}, of which a cache keeps every bit."
+        )
+    return found
+
+
+@standard
+def quantise(x: Any, dtype: Any, *, block: Any = None, scales: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Quantises tokens as a cache of codes does. A code times its scale is near the number.
+
+    A scale is of `block` neighbouring elements of a row, and the last block may have fewer. A block with NaN or
+    infinity has a scale of NaN.
+
+    - "int8" and "float8_e4m3fn": a scale is the largest magnitude over the largest code, 127 and 448. A code is the
+      nearest to x / scale, of two the even one. Both quotients are rounded to float32.
+    - "int4": codes and scales are ggml's of the type q4_0. A scale is the first element of the largest magnitude over
+      -8, as float16, and a code is -8 to 7. A scale beyond float16's largest number becomes that, and codes of a scale
+      that underflows to zero are 0.
+
+    docs/numerics.md says how far codes · scales may be from x.
 
     Args:
         x: (…, dim) of float32, float16 or bfloat16: each row of dim elements, a token's of one head, is by itself.
-        dtype: "int8" or "float8_e4m3fn", as KVCache takes it; "float8_e5m2", as pages of append_paged() may be.
-        scales: in their place those that are given, which broadcast to x. Quotients beyond the codes, which are -128 to
-            127 of int8, become the nearest one. NaN is NaN in float8, 0 in int8. By a scale that is not above 0 all
-            is 0.
+        dtype: "int8", "float8_e4m3fn" or "int4", as KVCache takes it; "float8_e5m2", as pages of append_paged() may be.
+        block: elements that share a scale. Default a whole row, of int4 32. A cache of latents has 128.
+        scales: given ones, which broadcast to x. Quotients beyond the codes, which are -128 to 127 of int8, become the
+            nearest one. NaN is NaN in float8, 0 in int8. By a scale that is not above 0 all is 0.
 
     Returns:
-        codes (…, dim) and scales (…, 1), or those that are given, both as float32.
+        codes (…, dim) and scales (…, blocks), or those that are given, both as float32. The numbers are
+        codes * scales.repeat(block, -1)[..., :dim], or codes * scales where a row has one scale.
 
     >>> import numpy as np, speedlight as sl
     >>> codes, scales = sl.reference.quantise(np.float32([[896.0, 100.0, 0.01]]), "fp8")
     >>> codes.tolist(), scales.tolist()
     ([[448.0, 48.0, 0.005859375]], [[2.0]])
+    >>> codes, scales = sl.reference.quantise(np.float32([[4.0, -1.2, 0.3]]), "int4")
+    >>> codes.tolist(), scales.tolist()
+    ([[-8.0, 2.0, -1.0]], [[-0.5]])
     """
-    name: Any = str(dtype).removeprefix("torch.")
-    name = name if name in ALL_CODES else cache_dtype(dtype)
-    if name not in ALL_CODES:
-        raise ArgumentTypeError(
-            f"dtype: expected {join_words(ALL_CODES)}; got {name}, of which a cache keeps every bit."
-        )
+    name = _name_of_codes("dtype", dtype)
     given = describe(x, "x")
     check_tokens(given.dtype, "x", name if name in CODES else "int8")
-    row = ALL_CODES[name]
-    rows, last = given.numpy().astype(np.float32), np.float32(row.largest)
-    least = -last
+    rows = given.numpy().astype(np.float32)
+    if scales is not None:
+        factors = _float64(scales).astype(np.float32)
+        return _codes_by(rows, factors, ALL_CODES[name]), factors
+    dim = rows.shape[-1]
+    each = (ALL_CODES[name].block if block is None else size("block", block, 1)) or max(dim, 1)
+    count = -(-dim // each) or 1
+    blocks = np.zeros((*rows.shape[:-1], count * each), np.float32)
+    blocks[..., :dim] = rows
+    blocks = blocks.reshape(*rows.shape[:-1], count, each)
     with np.errstate(all="ignore"):
-        if scales is None:
-            most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
-            scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
-        else:
-            scales = _float64(scales).astype(np.float32)
-            if name == "int8":
-                least = np.float32(-128)
-                rows = np.where(np.isnan(rows), np.float32(0), rows)
-        ratios = np.where(scales > 0, np.clip(rows / scales, least, last), np.float32(0))
+        codes, scales = (_ggml_codes if ALL_CODES[name].is_packed else _nearest_codes)(blocks, ALL_CODES[name])
+    return codes.reshape(*rows.shape[:-1], count * each)[..., :dim].copy(), scales[..., 0]
+
+
+def _nearest_codes(blocks: np.ndarray, row: CodeFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the codes nearest to blocks over their scales, and the scales, (…, 1)."""
+    last = np.float32(row.largest)
+    most = np.abs(blocks).max(axis=-1, keepdims=True, initial=0.0)
+    scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
+    return _rounded(np.where(scales > 0, np.clip(blocks / scales, -last, last), np.float32(0)), row), scales
+
+
+def _codes_by(rows: np.ndarray, scales: np.ndarray, row: CodeFormat) -> np.ndarray:
+    """Returns the codes nearest to rows over scales that are given."""
+    last = np.float32(row.largest)
+    is_whole = row.library == "numpy"  # as -128, but not NaN
+    with np.errstate(all="ignore"):
+        ratios = np.where(scales > 0, np.clip(rows / scales, -last - is_whole, last), np.float32(0))
+        return _rounded(np.where(np.isnan(ratios), np.float32(0), ratios) if is_whole else ratios, row)
+
+
+def _rounded(ratios: np.ndarray, row: CodeFormat) -> np.ndarray:
+    """Returns the nearest codes, of two the even one."""
     digits = row.digits - np.maximum(np.frexp(ratios)[1], row.least)  # after the point
-    return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
+    return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits))
+
+
+def _ggml_codes(blocks: np.ndarray, row: CodeFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the codes and scales (…, 1) of ggml's quantize_row_q4_0_ref().
+
+    It has no rule for a scale that float16 cannot hold, nor for NaN and infinity.
+    """
+    sizes = np.abs(blocks)
+    first = sizes.argmax(axis=-1, keepdims=True)  # of NaN, if there is one
+    largest = np.take_along_axis(blocks, first, axis=-1) + np.float32(0)  # a zero is +0
+    exact, most = largest / np.float32(-row.largest), np.finfo(np.float16).max
+    exact = np.where(np.isinf(exact.astype(np.float16)), np.copysign(np.float32(most), exact), exact)
+    scales = np.where(np.isfinite(largest), exact, np.float32(np.nan)).astype(np.float16).astype(np.float32)
+    live = (scales != 0) & np.isfinite(scales)
+    ratios = np.where(live, blocks * np.where(live, np.float32(1) / exact, np.float32(0)), np.float32(0))
+    codes = np.floor(np.clip(ratios + np.float32(8.5), np.float32(0), np.float32(15))) - np.float32(8)
+    return codes, scales
 
 
 @public(leaves_graph=False)

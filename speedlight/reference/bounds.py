@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.dtypes import PAGE_CODES
+from ..arrays.dtypes import ALL_CODES, CODES, LATENT_BLOCK
 from ..expressions.tree import rounding_error
 from ..problem.problem import SPAN, TILE, Problem
 
@@ -42,9 +42,28 @@ class Arithmetic:
     problem: Problem
     proven: bool = False  # the worst for any values, else to first order for these
     dot: bool | str = False  # bfloat16 by the dot instruction; "tiles": by tiles; "odd": by Arm's
-    int8: bool = False  # keys and values are codes · scales, of whatever codes
+    codes: str | None = None  # dtype of a cache whose keys and values, codes · scales, these are
+    latent: bool = False  # of codes: values are the first value_dim columns of keys, and the rest has no codes
     tile: int | None = None  # keys of a GPU's blocks
     precision: str = "ieee"  # of float32 products there
+
+    @property
+    def of_codes(self) -> int:
+        """Roundings of codes · scales: of a sum by its scale, and of these numbers themselves."""
+        return 2 * (self.codes is not None)
+
+    @property
+    def weighs_codes(self) -> bool:
+        """Rounds weights by their scales to multiply them with codes, and sums them as they are."""
+        return bool(self.dot) and self.codes is not None
+
+    def key_blocks(self) -> list[slice]:
+        """Returns the columns of a key whose products are summed by themselves, by what scale they have."""
+        dim = self.problem.head_dim
+        end = self.problem.value_dim if self.latent else dim
+        size = 0 if self.codes is None else LATENT_BLOCK if self.latent else CODES[self.codes].block
+        blocks = [slice(first, min(first + (size or end), end)) for first in range(0, end, size or max(end, 1))]
+        return blocks + [slice(end, dim)] * (end < dim)
 
     @property
     def wide(self) -> bool:
@@ -94,6 +113,13 @@ class Arithmetic:
     def tiny(self) -> float:
         """The error of an operation whose result is subnormal."""
         return self.normal if self.dot else TINY["float64" if self.wide else "float32"]
+
+    @property
+    def largest_code(self) -> float:
+        """The largest code of any format of caches, or of these; 1 where numbers are no codes."""
+        if self.codes is None:
+            return 1.0
+        return float(max(ALL_CODES[self.codes].largest, *[row.largest for row in CODES.values()]))
 
     @property
     def tiles(self) -> bool:
@@ -169,9 +195,10 @@ def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
 def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
     """Returns bounds that cannot be exceeded, whatever the values are."""
     error = x.errors.max(axis=1, keepdims=True) + a.u * x.depth.max(axis=1, keepdims=True)
-    shared = error + _powers(a, x) + a.u_weights
+    shared = error + _powers(a, x) + a.u_weights * (not a.weighs_codes)
     sums = a.u * 2 * (min(keys, TILE) + 3 * a.odd) + _merging(a, x)
-    relative = np.expm1(1.01 * (2 * shared + sums + _dividing(a))) * (1 + a.u_out) + a.u_out
+    own = _dividing(a) + a.u_weights * a.weighs_codes
+    relative = np.expm1(1.01 * (2 * shared + sums + own)) * (1 + a.u_out) + a.u_out
     out = np.where(np.isinf(relative), np.inf, relative * x.mean)  # even where the mean is 0
     return out, 1.01 * (shared + sums) + 4 * a.u * x.logs
 
@@ -180,8 +207,10 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     """Returns bounds of the roundings of these values, to first order.
 
     Numerator and denominator share what is wrong with a weight: it moves out by p·e·(v - out), and the sum of those is
-    at most rms(e) · deviation(v), by Cauchy and Schwarz. Chains over keys have roundings of their own.
+    at most rms(e) · deviation(v), by Cauchy and Schwarz. Chains over keys have roundings of their own, and weights that
+    are rounded by the scales of codes have these in the numerator alone.
     """
+    rounded = 0.0 if a.weighs_codes else a.u_weights
     shared = x.errors + a.u * x.depth + _powers(a, x)
     largest = np.maximum(np.where(np.isfinite(head.v), x.values, 0).max(axis=0, initial=0.0), 1e-300)
     v = head.v / largest
@@ -194,9 +223,9 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
         chain_of_values = x.weight * _tile_steps(x.visible, len(head.k))
     steps = chain.sum(axis=1, keepdims=True)
     sums = _merging(a, x)
-    moved = (rms + a.u_weights) * deviation + a.u * ((chain_of_values * x.factors) @ np.abs(v) + steps * np.abs(out))
-    moved = moved * largest + (sums + _dividing(a)) * x.mean
-    lse = (x.weight * shared).sum(axis=1, keepdims=True) + a.u_weights + a.u * (steps + 2 * x.logs) + sums
+    moved = (rms + rounded) * deviation + a.u * ((chain_of_values * x.factors) @ np.abs(v) + steps * np.abs(out))
+    moved = moved * largest + (sums + _dividing(a) + a.u_weights - rounded) * x.mean
+    lse = (x.weight * shared).sum(axis=1, keepdims=True) + rounded + a.u * (steps + 2 * x.logs) + sums
     return 1.01 * moved + a.u_out * (np.abs(out) * largest + moved), 1.01 * lse
 
 
@@ -207,7 +236,7 @@ def _powers(a: Arithmetic, x: _Softmax) -> float:
 
 def _merging(a: Arithmetic, x: _Softmax) -> float:
     """Roundings of both sums where tiles and spans join, and of the division."""
-    return a.u * (2 * x.tiles + 4 * x.merges + 1 + 2 * a.int8)
+    return a.u * (2 * x.tiles + 4 * x.merges + 1 + a.of_codes)
 
 
 def _dividing(a: Arithmetic) -> float:
@@ -270,14 +299,19 @@ def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray
     p, u, q, k = a.problem, a.u, np.abs(head.q), np.abs(head.k)
     size = q @ k.T * (max(abs(p.scale), a.normal * 2) if p.scale else 0.0)
     if a.proven:
-        d = p.head_dim + p.head_dim % 2 * bool(a.dot) + 2 * a.odd
-        off = u * (d + 2 + 2 * a.int8 + (p.score is not None)) * size
+        blocks = a.key_blocks()
+        d = max([x.stop - x.start for x in blocks]) + (len(blocks) - 1)
+        d += d % 2 * bool(a.dot) + 2 * a.odd
+        off = u * (d + 2 + a.of_codes + (p.score is not None)) * size
     elif a.tile:
         off = on_tensor_cores(a, size, p.head_dim, products)
     else:
-        sums = tile_sums(head.q, head.k) if a.tiles else partial_sums(head.q, head.k, 1 + a.odd)
-        off = u * ((1 + a.odd) * sums * abs(p.scale) + (2 + (a.dot is True) + 2 * (a.int8 or a.odd)) * size)
-    off += (p.head_dim * (1 + a.odd) + a.tiles * 2 * -(-p.head_dim // CHUNK)) * a.tiny * abs(p.scale)
+        sums = block_sums(a, head.q, head.k)
+        off = u * (sums * abs(p.scale) + (2 + (a.dot is True) + 2 * (a.odd or a.codes is not None)) * size)
+    tiny = a.tiny * abs(p.scale)
+    if a.codes is not None:  # what is lost of a sum of codes is multiplied by their scale
+        tiny = tiny * np.maximum(1.0, finite(head.k).max(axis=1, initial=0.0))
+    off += (p.head_dim * (1 + a.odd) + a.tiles * 2 * -(-p.head_dim // CHUNK)) * tiny
     return off + flushed(a, q, k) * abs(p.scale)
 
 
@@ -289,9 +323,9 @@ def on_tensor_cores(a: Arithmetic, size: Any, terms: int, products: Any) -> Any:
 def products_overflow(head: Any, a: Arithmetic) -> np.ndarray:
     """[q_len, k_len]: which visible scores may be infinite, or NaN, though q and k are finite."""
     k = finite(head.k)
-    if a.int8:  # the chain is over codes
-        largest = max(row.largest for row in PAGE_CODES.values())
-        k *= np.maximum(1.0, largest / np.maximum(k.max(axis=1, keepdims=True), a.normal))
+    for block in a.key_blocks() if a.codes is not None else ():  # the chain is over codes
+        most = k[:, block].max(axis=1, keepdims=True, initial=0.0)
+        k[:, block] *= np.maximum(1.0, a.largest_code / np.maximum(most, a.normal))
     size = finite(head.q) @ k.T
     return head.visible[:, : len(head.k)] & (size * max(1.0, abs(a.problem.scale)) > a.room)
 
@@ -306,7 +340,22 @@ def flushed(a: Arithmetic, x: np.ndarray, y: np.ndarray) -> Any:
     if not a.dot:
         return 0.0
     small_x, small_y = (np.where(z < a.normal, z, 0) for z in (x, y))
+    if a.codes is not None:  # a code is no such number
+        return small_x @ y.T
     return small_x @ y.T + x @ small_y.T if small_x.any() or small_y.any() else 0.0
+
+
+def block_sums(a: Arithmetic, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Σ of the sizes of all sums that are rounded on the way to q·k: of each block, and of the blocks so far."""
+    blocks = a.key_blocks()
+    total, whole = np.zeros((len(q), len(k))), np.zeros((len(q), len(k)))
+    for block in blocks:
+        x, y = q[:, block], k[:, block]
+        total += tile_sums(x, y) if a.tiles else (1 + a.odd) * partial_sums(x, y, 1 + a.odd)
+        if len(blocks) > 1:
+            whole += x @ y.T
+            total += np.abs(whole)
+    return total
 
 
 def partial_sums(q: np.ndarray, k: np.ndarray, step: int = 1) -> np.ndarray:
@@ -345,5 +394,7 @@ def _floor(a: Arithmetic, x: _Softmax, keys: int) -> Any:
     lost = 2.0**-25 if a.tile and a.problem.dtype == "float16" else a.normal
     left = 1 / a.problem.dropout_divisor
     sums = a.tiny * (2 * (keys + 1) + a.odd * keys) * left
+    if a.codes is not None:  # what is lost of a weight times a scale is multiplied by a code
+        sums = sums * a.largest_code
     floor = TINY[a.problem.dtype] + sums + lost * ((x.visible * x.factors) @ x.values)
     return floor + (x.weight * x.factors) @ np.where(x.values < a.normal, x.values, 0) if a.dot else floor

@@ -411,7 +411,7 @@ class Cache(theirs.DynamicCache):
         config: of the model, which says what each layer is.
         capacity: most tokens of a sequence. Memory is reserved for so many and used as tokens come. Default what the
             model was made for, config.max_position_embeddings.
-        dtype: "int8" or "fp8" keeps codes with a scale for each token and head. Default that of keys and values.
+        dtype: "int8", "fp8" or "int4" keeps codes with scales for each token and head. Default that of keys and values.
 
     Raises:
         speedlight.Error: a kind of layer that is no attention. CacheFull: a sequence would pass the capacity.

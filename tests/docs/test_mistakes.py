@@ -150,7 +150,7 @@ MISTAKES = {
         ("sl.attention_backward(q, k, v, q, q, q, grad_outputs=q)", TYPE, "d_out="),
         ("sl.attention_paged(q, pages, pages, [[0]], [5], page_size=16)", TYPE, "the second dimension of k_pages"),
         ("sl.merge(outs=[q], lses=[q])", TYPE, "merge([out1, …], [lse1, …])"),
-        ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, capacity=64, nbits=8)", TYPE, "dtype='int8' or 'fp8'"),
+        ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, capacity=64, nbits=8)", TYPE, "dtype='int8', 'fp8' or 'int4'"),
         ("sl.PagePool(layers=1, kv_heads=4, head_dim=8, gpu_memory_utilization=0.9)", TYPE, "Use pages="),
         ("sl.plan(q_heads=4, q_len=6, head_dim=8, num_layers=2)", TYPE, "a plan is of one layer"),
         ("sl.rotary(q, rope_type='llama3')", TYPE, "cos= and sin= of its angles"),

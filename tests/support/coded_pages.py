@@ -45,7 +45,7 @@ class Coded(NamedTuple):
     def bounds(self, q: np.ndarray, item: int, **options: Any) -> reference.Bounds:
         """Returns the bound of a sequence's results: float32's of codes times scales, which take queries as float32."""
         keys = [x.astype(np.float32) for x in self.sequence(item)]
-        return reference.error_bound(q.astype(np.float32), *keys, int8=True, **options)
+        return reference.error_bound(q.astype(np.float32), *keys, codes=str(self.k.dtype), **options)
 
 
 def scales_of(rng: np.random.Generator, kind: str, shape: tuple[int, ...], like: float) -> Any:

@@ -19,7 +19,11 @@ import speedlight as sl
 from speedlight import reference
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-CODES = ("int8", "float8_e4m3fn")  # of caches, with a scale for each token and head
+STORED_CODES = ("int8", "float8_e4m3fn", "int4")  # of caches, with scales for each token and head
+WAITING = ("int4",)  # which kernels of attention do not read yet
+CODES = tuple(x for x in STORED_CODES if x not in WAITING)
+READS_LATENT_CODES = False  # whether these kernels read codes of latents, by blocks of columns
+SCALES = {"int4": np.float16}  # dtypes of scales that are not float32
 # head_dim, value_dim: one, odd, below, at and above the register tile and the vector, the sizes models use
 DIMS = ((1, 1), (2, 3), (7, 9), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (256, 256), (576, 512))
 # q_len, k_len: nothing, one, around the panel, the tile and the span
@@ -44,7 +48,7 @@ def digest(results: tuple[np.ndarray, ...]) -> str:
 
 def taken(dtype: str) -> str:
     """The dtype of what a cache of this one is given: codes it rounds itself."""
-    return "float32" if dtype in CODES else dtype
+    return "float32" if dtype in STORED_CODES else dtype
 
 
 def as_numpy(x: Any) -> np.ndarray:
@@ -65,10 +69,23 @@ def stacked(items: Sequence[np.ndarray], more: int = 0, length: int | None = Non
     return out
 
 
-def quantise(x: np.ndarray, dtype: str = "int8") -> tuple[np.ndarray, np.ndarray]:
-    """What a cache of codes keeps of rows, by the reference: codes as they are stored, and scales."""
-    codes, scales = reference.quantise(x, dtype)
-    return codes.astype(numpy_dtype(dtype)), scales
+def quantise(x: np.ndarray, dtype: str = "int8", block: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """What a cache of codes keeps of rows, by the reference: codes as they are stored, and scales.
+
+    block: as for the reference's quantise(), which older trees do not have.
+    """
+    codes, scales = reference.quantise(x, dtype) if block is None else reference.quantise(x, dtype, block=block)
+    return codes.astype(numpy_dtype(dtype)), scales.astype(SCALES.get(dtype, np.float32))
+
+
+def decoded(x: np.ndarray, dtype: str, latent: int | None = None) -> np.ndarray:
+    """The numbers that a cache of codes gives back of rows; `latent`: of latents with so many columns of values."""
+    columns = x.shape[-1] if latent is None else latent
+    codes, scales = quantise(x[..., :columns], dtype, None if latent is None else 128)
+    size = columns if scales.shape[-1] == 1 else 128 if latent else 32
+    numbers = codes.astype(np.float32) * scales.astype(np.float32).repeat(size, -1)[..., :columns]
+    rest = x[..., columns:].astype(numpy_dtype("bfloat16")).astype(np.float32)
+    return np.concatenate([numbers, rest], -1)
 
 
 def qkv(

@@ -74,8 +74,8 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
         """Returns the blocks of stores whose memory is (…, head, block, bytes)."""
-        if shape.latent:  # codes of whole keys lie as values do: the first part has no columns, and the same place
-            shape = shape._replace(head_dim=0, value_dim=shape.head_dim)
+        if shape.latent:  # codes, and behind them the rest, which has none
+            shape = shape._replace(head_dim=shape.value_dim, value_dim=shape.rotary_dim)
         k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
         fixed, around = ring or (ENDLESS, ENDLESS)
         return cls(shape, isa, k_head, k_block, v_head, v_block, fixed, around)
@@ -171,8 +171,8 @@ class AppendCall:
 
 
 def _bytes_of(x: New) -> int:
-    """Returns the bytes of an element."""
-    return CODES[x.dtype].bits // 8 if x.dtype in CODES else DTYPES[x.dtype][1]
+    """Returns the bytes of an element, as the caller has it: a code is a byte."""
+    return 1 if x.dtype in CODES else DTYPES[x.dtype][1]
 
 
 def _storage_of(dtype: str) -> str:
@@ -187,8 +187,10 @@ def _shape_of(blocks: Blocks, k: New, v: New, moved: int) -> AppendShape:
     lines = not (tokens.head_dim % 64 or tokens.value_dim % 64) if raw is None else raw.lines
     lines &= k.dtype not in CODES  # which are moved in less than a line
     streams = moved >= _STREAM_BYTES and lines and blocks.isa.arch == "x86_64"
+    latent = tokens.latent and raw is None
     scaling = None if raw is None or raw.scales is None else (raw.scales[0].scaling, raw.scales[1].scaling)
-    return AppendShape(blocks.isa, _storage_of(tokens.dtype), keys, values, streams, raw is not None, scaling)
+    stored, is_raw = _storage_of(tokens.dtype), raw is not None
+    return AppendShape(blocks.isa, stored, keys, values, streams, is_raw, latent=latent, scaling=scaling)
 
 
 def _words_of(blocks: Blocks, k: New, v: New) -> dict[str, int]:

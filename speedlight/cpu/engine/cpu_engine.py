@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.array import describe
 from ...arrays.memory import Array
 from ...expressions.tree import lazily
 from ...host.forks import importing
@@ -36,31 +34,13 @@ class CpuEngine(Engine):
         self, problem: Problem, rows: Rows, keys: Dense | PagedKeys, results: Results, precision: str = "ieee"
     ) -> forward_call.Call:
         """Fills the results; returns the call, which can run again at other addresses. All precisions are "ieee"."""
-        if isinstance(keys, PagedKeys) and keys.k_scales is not None and keys.v_scales is not None:
-            # TEMPORARY, until kernels read scales from arrays: codes are widened here, into pages of float32
-            widened = []
-            for x, scales in ((keys.k, keys.k_scales), (keys.v, keys.v_scales)):
-                numbers = x.numpy().astype(np.float32) * scales.numpy()[..., None]
-                widened.append(describe(numbers, x.name))
-            problem = replace(problem, quantised=None, widened=None if problem.dtype == "float32" else "float32")
-            if problem.widened:
-                out = np.empty(results.out.shape, np.float32)
-                wide = describe(rows.q.numpy().astype(np.float32), "q")
-                wide_out = describe(out, "out")
-                other = Rows(rows.layout, wide, wide_out.strides, rows.first)
-                call = self.prepare(
-                    replace(problem, dtype="float32", widened=None),
-                    other,
-                    PagedKeys(*widened, keys.tables, keys.is_placed),
-                )
-                call.run(wide.address, widened[0].address, widened[1].address, wide_out.address, results.lse_address)
-                results.out.numpy()[...] = out.astype(results.out.numpy().dtype)
-                return call
-            keys = PagedKeys(*widened, keys.tables, keys.is_placed)
         call = self.prepare(problem, rows, keys)
         rotary = None if keys.k.rest is None else (keys.k.rest.address,)
+        scales = None
+        if isinstance(keys, PagedKeys) and keys.k_scales is not None and keys.v_scales is not None:
+            scales = keys.k_scales.address, keys.v_scales.address
         addresses = rows.q.address, keys.k.address, keys.v.address, results.out.address, results.lse_address
-        call.run(*addresses, rotary=rotary)
+        call.run(*addresses, rotary=rotary, scales=scales)
         return call
 
     def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> forward_call.Call:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.dtypes import STORAGE_BYTES
+from ...arrays.dtypes import ELEMENT_BYTES, STORAGE_BYTES
 from ...errors import ArgumentError
 from ...expressions.program import Program
 from ...host.forks import importing
@@ -112,7 +112,7 @@ def _shape(
 ) -> Shape:  # fmt: skip
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
-    of_keys = cached, problem.quantised
+    of_keys = cached, problem.quantised if cached else None
     of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial, resumed
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
@@ -155,7 +155,9 @@ class Call:
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self._others: Any = (None,)  # what the last run of other lengths had
         self.put: AppendCall | None = None  # what stores new tokens of a cache first
-        self.is_scaled = problem.quantised is not None and not cached  # codes lie in arrays, and their scales
+        self.is_scaled = (
+            problem.quantised is not None and problem.widened is not None
+        )  # codes lie in arrays, and their scales
         self.in_parts, self.lies = in_parts, {"cached": cached, "latent": latent, "in_parts": in_parts}
         self.strides = strides
         self.together: Any = (None, None)  # what the last sequences shared, and how they were taken (cascade.py)
@@ -434,7 +436,7 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
 
     Nothing of arrays that stay in the caches: there a wrong guess takes lines away from another thread.
     """
-    own, keys = STORAGE_BYTES[problem.storage], STORAGE_BYTES[problem.key_storage]
+    own, keys = STORAGE_BYTES[problem.storage], ELEMENT_BYTES[problem.key_dtype]
     of_rows, of_keys = sum(problem.q_lengths) * problem.q_heads * own, sum(problem.k_lengths) * problem.kv_heads * keys
     if how.parts > 1 or (of_rows + of_keys) * (problem.head_dim + problem.value_dim) < _KEPT * level2_bytes():
         return {}

@@ -57,8 +57,10 @@ class Schedule:
 
 
 def product_name(problem: Problem, isa: Isa, *, gradients: bool = False) -> str:
-    """Names what multiplies, in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
-    return "fma" if problem.quantised or problem.widened else isa.product(problem.storage, gradients=gradients)
+    """Names what multiplies, in machine.PRODUCTS. Keys of another dtype than q's are widened first."""
+    if problem.widened:
+        return "fma"
+    return isa.product(problem.storage, gradients=gradients, codes=problem.quantised is not None)
 
 
 def schedule(
@@ -120,7 +122,8 @@ def _forward_schedule(
     flops = wants.task_flops // (1 if threads <= MANY else 4)
     # a tile that is staged is staged once for all panels of a task
     least, even = (4, wants.even) if stage_keys or stage_values else (2, wants.tasks)
-    most = max(1, min(wants.panels, fits, max(least, flops // work)))
+    share = wants.panels * (2 if problem.quantised else 1)  # codes take longer to stage than numbers
+    most = max(1, min(share, fits, max(least, flops // work)))
     panels = _panels_of_task(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
     if threads > MANY:
         panels = max(panels, min(most, -(-threads * _VISIT // work)))
@@ -296,6 +299,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         units=-(-problem.head_dim // elements),
         slots=-(-problem.value_dim // isa.lanes(problem.storage)),
         vector=isa.vector_bytes,
+        quantised=problem.quantised is not None and problem.widened is not None,
     )
     if tasks * spans * sizes.states > _PARTIALS:
         parts = 1  # a window over a sequence without end: what its spans leave must not grow with it

@@ -31,7 +31,7 @@ from ...problem.results import Results
 from ...problem.storage import Lengths, Overwritten, Storage
 from ...problem.tokens import Batch, Moves, Piece, TokenShape
 from ...problem.windows import SPARE, Ring
-from ..memory.blocks import LARGE_PAGE, make_stores
+from ..memory.blocks import LARGE_PAGE, Coded, CodedLatents, make_stores
 from ..memory.operands import Paged, Pages
 from ..memory.records import BLOCK, ENDLESS, SLACK
 from ..runtime.repeating import functions
@@ -108,7 +108,7 @@ class BlockStorage(Storage):
         def make() -> AppendCall:
             new_keys = self._new(k, self.keys[0].memory, counts)
             new_values = self._new(v, self.values[0].memory, counts)
-            if self.shape.has_rows:
+            if self.shape.latent:
                 new_values = self._behind_values(new_values, is_joined=self._is_joined(v))
             return AppendCall(self.blocks, new_keys, new_values, counts, get_threads(), heads)
 
@@ -117,31 +117,21 @@ class BlockStorage(Storage):
 
     def _behind_values(self, new: New, *, is_joined: bool) -> New:
         """Returns the second part of latents: it goes behind the first, and comes from there if keys are joined."""
-        columns = self.shape.value_dim
-        to = [n + columns * self.keys[0].kind.itemsize for n in new.to]
+        columns, store = self.shape.value_dim, self.keys[0]
+        first = store.rest_at if isinstance(store, CodedLatents) else columns * store.kind.itemsize
+        to = [n + first for n in new.to]
         return new._replace(to=to, items=[n + columns * new.column for n in new.items] if is_joined else new.items)
 
     def _is_joined(self, v: np.ndarray) -> bool:
         """Returns whether new latents are whole keys, which are k and v both."""
         return v.shape[-1] == self.shape.head_dim
 
-    def _put_parts(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns new tokens as kernels store them: codes of latents are of whole keys, since one scale is of both
-        parts.
-        """
-        if self.shape.has_codes_of_latents and not self._is_joined(v):
-            k = v = np.concatenate([k, v], -1)
-        return k, v
-
     def _can_repeat_put(self, k: np.ndarray, v: np.ndarray) -> bool:
         """Returns whether a call that stores such tokens may be repeated for arrays of the same kind.
 
-        Not parts of latents that are to be joined first, nor a latent beside a rotary part as wide, since a joined key
-        of half the columns would be taken for both.
+        Not a latent beside a rotary part as wide, since a joined key of half the columns would be taken for both.
         """
-        if not self.shape.latent or self._is_joined(v):
-            return True
-        return self.shape.has_rows and k.shape[-1] != v.shape[-1]
+        return not self.shape.latent or self._is_joined(v) or k.shape[-1] != v.shape[-1]
 
     @abstractmethod
     def _new(self, x: np.ndarray, memory: np.ndarray, counts: list[int]) -> New:
@@ -170,10 +160,21 @@ class BlockStorage(Storage):
     def _parts(self, layer: int, where: Any, n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Returns keys and values as files have them, (items, heads, n, dim): [tokens], or [codes, scales].
 
-        Latents are keys, beside no values.
+        Latents are keys, beside no values; codes of these are [codes, scales, rest].
         """
         keys, *values = [x.parts(where, n) for x in self.stores[layer]]
         return keys, values[0] if values else []
+
+    def _fill_scales(self, layer: int, scales: list[np.ndarray], where: Any) -> None:
+        """Stores the scales of keys, and of values, if any, that lie beside codes in a file."""
+        for store, x in zip(self.stores[layer], scales, strict=False):
+            assert isinstance(store, Coded)
+            store.fill_scales(x, where)
+
+
+def _second_part(keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
+    """Returns what lies behind the first part of a token: values; of latents whole keys, or the rest beside codes."""
+    return (values or keys[2:] or keys)[0]
 
 
 def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
@@ -339,7 +340,6 @@ class CacheStorage(BlockStorage):
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
-        k, v = self._put_parts(k, v)
         self.expect(max(lengths) + most)
         # a ring comes round: what later tokens write over is not stored, and no two threads may write to one block,
         # where tokens of a pair are stored together
@@ -383,9 +383,8 @@ class CacheStorage(BlockStorage):
         """Stores what parts() returned, in a cache that has held nothing."""
         batch, _, n, _ = keys[0].shape
         if n:
-            self.put(layer, [0] * batch, [n] * batch, keys[0], (values or keys)[0])
-        for store, parts in zip(self.stores[layer], (keys, values), strict=False):
-            store.fill_scales(parts[1:], _ALL)
+            self.put(layer, [0] * batch, [n] * batch, keys[0], _second_part(keys, values))
+        self._fill_scales(layer, [x[1] for x in (keys, values) if len(x) > 1], _ALL)
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
         """These sequences become those of another cache; counts: of each layer the slots in use."""
@@ -604,16 +603,15 @@ class PoolStorage(BlockStorage):
     ) -> None:
         """Stores what parts() returned of a sequence whose tokens fill these pages; `table`: of the same pages."""
         n, size = len(pages) * self.page_size, self.page_size
-        k, v = (x[0][0].swapaxes(0, 1) for x in (keys, values or keys))
+        k, v = (x[0].swapaxes(0, 1) for x in (keys[0], _second_part(keys, values)))
         self.put(layer, Batch([table], [0], [n], [n]), k, v)
-        for store, parts in zip(self.stores[layer], (keys, values), strict=False):
-            of_pages = [x[0].reshape(x.shape[1], -1, size, x.shape[3]).swapaxes(0, 1) for x in parts[1:]]
-            store.fill_scales(of_pages, np.array(pages, np.int64))
+        scales = [x[1] for x in (keys, values) if len(x) > 1]
+        of_pages = [x[0].reshape(x.shape[1], -1, size, x.shape[3]).swapaxes(0, 1) for x in scales]
+        self._fill_scales(layer, of_pages, np.array(pages, np.int64))
 
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""
         if any(batch.counts):
-            k, v = self._put_parts(k, v)
             addresses = (address_of(k), address_of(v), *self.addresses[layer])
             self._put_of(k, v, batch.counts).start(addresses, batch.before, [x.address for x in batch.tables])
 

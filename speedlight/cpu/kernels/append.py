@@ -13,8 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from ...arrays.dtypes import STORAGE_BYTES
-from ..language.conversions import load, widened
+from ...arrays.dtypes import ALL_CODES, STORAGE_BYTES
+from ..language.conversions import load, narrowed, widened
 from ..language.functions import like, quotient
 from ..language.prototypes import prototype
 from ..language.vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
@@ -96,14 +96,7 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
         return _CodesInPages(k, s, name).tokens()
     if s.raw:
         return _InPages(k, s, name).tokens()
-    if s.format.is_coded and not s.moves_codes:
-        block: Any = _Codes(k, s, name)
-    elif name == "keys":
-        block = _Keys(k, s, name)
-    elif s.pairs:
-        block = _Pairs(k, s, name)
-    else:
-        block = _Rows(k, s, name)
+    block = _way(s, name)(k, s, name)
     low, high, row = k.p["low"], k.p["high"], k.p["row"]
     with k.either((high - low).equals(BLOCK)) as (all_new, some_new):
         with all_new:
@@ -115,14 +108,30 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
     return k.finish()
 
 
+def _way(s: AppendShape, name: str) -> Any:
+    """Returns the class that stores keys, or values."""
+    if s.latent and name == "values":
+        return _Rest
+    if s.format.is_coded and s.format.bits == 4:
+        return _Nibbles
+    if s.format.is_coded and not s.moves_codes:
+        return _Codes
+    if name == "keys" and not s.latent:
+        return _Keys
+    return _Pairs if s.pairs else _Rows
+
+
 class _Elements:
     """Elements of rows as they lie: `lanes` side by side, or one; in units of `unit` bytes."""
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         self.k, self.source = k, s.keys if name == "keys" else s.values
-        self.size = 1 if s.moves_codes else STORAGE_BYTES[self.source.storage]
+        self.has_codes = self.source.storage == s.stored and s.format.is_coded
+        self.size = 1 if self.has_codes else STORAGE_BYTES[self.source.storage]
         self.dim, self.vector_bytes = k.p["dim"], s.isa.vector_bytes
-        self.block = k.at(k.p["block"], 4 * BLOCK) if s.moves_codes else k.p["block"]  # behind the scales
+        self.block = k.p["block"]
+        if self.has_codes:  # behind the scales
+            self.block = k.at(self.block, _Columns(k, s, self.dim).header)
         # half a line of pairs at a time takes longer past the caches than through them
         self.streams, self.in_lines = False, s.streams and (self.vector_bytes == 64 or not s.pairs)
 
@@ -141,6 +150,13 @@ class _Elements:
         for lane in range(count):
             x = self.k.b.insert_element(x, read(lane).x, I32(lane))
         return Value(self.k, x)
+
+    def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
+        """Loads numbers in float32: so many side by side, or one."""
+        k, storage = self.k, self.source.storage
+        if count and self.source.strided:
+            return self.gather(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
+        return load(k, storage, self.at(row, index), 0, count)
 
     def elements(self, row: Value, index: Value, count: int) -> Value:
         """Loads so many elements as integers; one alone where that is 0."""
@@ -176,7 +192,7 @@ class _Rows(_Elements):
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
         # rows of codes may be shorter than a vector, and their rest goes byte by byte
-        self.lanes = BLOCK if s.moves_codes else self.vector_bytes // self.size
+        self.lanes = BLOCK if self.has_codes else self.vector_bytes // self.size
 
     def whole(self) -> None:
         with self.k.range(0, BLOCK) as lane:
@@ -186,6 +202,19 @@ class _Rows(_Elements):
         to = lane * self.dim * self.size
         for index, count in self.vectors_then_tail(self.dim, self.lanes):
             self.store(self.elements(row, index, count), to + index * self.size)
+
+
+class _Rest(_Rows):
+    """Rows of a latent's columns without codes: of bfloat16."""
+
+    def token(self, row: Value, lane: Value) -> None:
+        k, to = self.k, lane * self.dim * 2
+        for index, count in self.vectors_then_tail(self.dim, BLOCK):
+            if self.source.storage == "bf16":
+                x = self.elements(row, index, count)
+            else:
+                x = narrowed(k, "bf16", self.numbers(row, index, count))
+            self.store(x, to + index * 2)
 
 
 class _InPages(_Elements):
@@ -282,31 +311,73 @@ class _Keys(_Elements):
         self._odd([row], lane)
 
 
-class _Codes(_Elements):
-    """16 scales, then codes of keys element by element, [element][16 tokens], or of rows of values."""
+class _Columns:
+    """The columns of a row that share a scale, block after block; where their scales and codes lie."""
+
+    def __init__(self, k: Function, s: AppendShape, dim: Value) -> None:
+        self.k, self.dim, self.each = k, dim, s.scale_block
+        self.scale_bytes = ALL_CODES[s.stored].scale_bytes
+        self.number = (dim + (self.each - 1)) // self.each if self.each else k.i64(1)
+        self.header = self.number * (BLOCK * self.scale_bytes)
+
+    def blocks(self) -> Iterator[tuple[Value, Value, Value]]:
+        """Writes the loop over them: yields the first column, how many there are, and where their scales begin."""
+        k = self.k
+        if not self.each:
+            yield k.i64(0), self.dim, k.i64(0)
+            return
+        with k.range(0, self.number) as block:
+            first = block * self.each
+            yield first, k.min(self.dim - first, k.i64(self.each)), block * (BLOCK * self.scale_bytes)
+
+
+class _Coded(_Elements):
+    """Base of what codes rows: some columns at a time, which share a scale."""
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
         self.format: Any = s.format
-        self.is_keys, self.usual = name == "keys", False
+        self.is_keys = name == "keys" and not s.latent
+        self.columns, self.block = _Columns(k, s, self.dim), k.p["block"]
+        self.codes_at = k.at(self.block, self.columns.header)
+        self.first, self.count, self.scales = k.i64(0), self.dim, self.block  # of the columns at hand
+
+    def each_columns(self) -> Iterator[None]:
+        """Writes the loop over blocks of columns."""
+        for first, count, scales in self.columns.blocks():
+            self.first, self.count, self.scales = first, count, self.k.at(self.block, scales)
+            yield
+
+    def part(self, row: Value) -> Value:
+        """Returns the address of a row's columns at hand."""
+        return self.at(row, self.first)
+
+    def part_of(self, token: Value | int) -> Value:
+        """Returns that of a new token's, of whole blocks."""
+        return self.part(self.k.at(self.k.p["source"], self.k.p["row"] * token))
+
+
+class _Codes(_Coded):
+    """Scales, then codes of keys element by element, [element][16 tokens], or of rows."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.usual = False
         self.magnitudes, self.reciprocals = k.buffer(I32, BLOCK), k.buffer(F32, BLOCK)  # of tokens; of usual scales
 
     def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
-        """Loads numbers in float32: so many side by side, or one."""
-        k, storage = self.k, self.source.storage
+        k = self.k
         if self.usual and count and not self.source.strided:  # memory is read while numbers are coded: the next block
             k.prefetch(k.at(self.at(row, index), k.p["ahead"]), 2)
-        if count and self.source.strided:
-            return self.gather(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
-        return load(k, storage, self.at(row, index), 0, count)
+        return super().numbers(row, index, count)
 
     def largest(self, row: Value) -> Value:
-        """Returns a token's largest magnitude in float32, by its bits: NaNs are above infinity then."""
+        """Returns the largest magnitude of a token's columns in float32, by its bits: NaNs are above infinity then."""
         k, size, t = self.k, self.size, _RAW[self.size]
         bits, lanes = 8 * size, BLOCK * 4 // size  # compared as they lie
 
         many, most = k.variable(k.const(0, vec(t, lanes))), k.variable(k.const(0, t))
-        for index, count in self.vectors_then_tail(self.dim, lanes):
+        for index, count in self.vectors_then_tail(self.count, lanes):
             total = many if count else most
             total.set(k.max(self.elements(row, index, count) & ((1 << (bits - 1)) - 1), total.get()))
         found = k.max(k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i{bits}", t, many.get()), most.get())
@@ -321,7 +392,7 @@ class _Codes(_Elements):
 
     def store_scale(self, row: Value, lane: Value) -> None:
         """Stores a token's scale."""
-        self.k.store(self.scale_of(self.largest(row)), self.block, lane * 4)
+        self.k.store(self.scale_of(self.largest(row)), self.scales, lane * 4)
 
     def of_token(self, numbers: Value, lane: Value | int, x: Value) -> Value:
         """Loads a token's of 16 numbers, as often as x has lanes."""
@@ -334,64 +405,62 @@ class _Codes(_Elements):
 
     def codes(self, x: Value, lane: Value | int) -> Value:
         """Returns codes of a token's numbers by its scale; 0 where that is 0 or NaN."""
-        k, scale = self.k, self.of_token(self.block, lane, x)
+        k, scale = self.k, self.of_token(self.scales, lane, x)
         if self.usual:
             return self.format.narrow_usual(k, x, lambda y: self.ratio(y, scale, lane))
         return self.format.narrow(k, x, scale)
 
     def whole(self) -> None:
-        k, p = self.k, self.k.p
+        for _ in self.each_columns():
+            self._whole_columns()
+
+    def _whole_columns(self) -> None:
+        """Stores scales and codes of the columns at hand, of 16 tokens."""
+        k = self.k
         with k.range(0, BLOCK) as lane:
-            k.store(self.largest(k.at(p["source"], lane * p["row"])), self.magnitudes, lane * 4)
+            k.store(self.largest(self.part_of(lane)), self.magnitudes, lane * 4)
         scales = self.scale_of(k.load(vec(I32, BLOCK), self.magnitudes))
-        k.store(scales, self.block)
+        k.store(scales, self.scales)
         with k.either(k.all(scales >= _LEAST_SCALE)) as (usual, others):
             with usual:
                 k.store(k.const(1.0, scales.type) / scales, self.reciprocals)
                 self.usual = True
-                self._whole()
+                self._usual_columns()
                 self.usual = False
             with others, k.range(0, BLOCK) as lane:
-                self._coded(k.at(p["source"], lane * p["row"]), lane)
+                self._coded(self.part_of(lane), lane)
 
-    def _whole(self) -> None:
-        k, p = self.k, self.k.p
+    def _usual_columns(self) -> None:
+        k = self.k
         if not self.is_keys:
             with k.range(0, BLOCK) as lane:
-                self._values(k.at(p["source"], lane * p["row"]), lane)
+                self._values(self.part_of(lane), lane)
             return
-        rows = [self.row(token) for token in range(BLOCK)]
-        for index, count in self.vectors_then_tail(self.dim, BLOCK):
+        rows = [self.part_of(token) for token in range(BLOCK)]
+        for index, count in self.vectors_then_tail(self.count, BLOCK):
             (self._transposed if count else self._one)(rows, index)
 
     def _transposed(self, rows: list[Value], index: Value) -> None:
-        """Stores 16 elements of 16 tokens: bytes of four tokens become words, whose vectors are then interleaved, which
-        is fewer steps than to transpose bytes.
-        """
-        k, wide = self.k, vec(I32, BLOCK)
-        codes = [k.zext(self.codes(self.numbers(row, index, BLOCK), n), wide) for n, row in enumerate(rows)]
-        words = [a | b << 8 | c << 16 | d << 24 for a, b, c, d in (codes[n : n + 4] for n in range(0, BLOCK, 4))]
-        every = range(BLOCK * 2)
-        pairs = [k.shuffle(a, b, [x // 2 + x % 2 * BLOCK for x in every]) for a, b in (words[:2], words[2:])]
-        first, second = (x.bits(vec(I64, BLOCK)) for x in pairs)
-        for part in range(4):
-            quarter = [part * 4 + x // 2 + x % 2 * BLOCK for x in range(8)]
-            self.store(k.shuffle(first, second, quarter), index * BLOCK + (part + 1) * 64)
+        """Stores 16 elements of 16 tokens."""
+        several = [self.codes(self.numbers(row, index, BLOCK), n) for n, row in enumerate(rows)]
+        for part, x in enumerate(_transposed_bytes(self.k, several)):
+            self.store(x, self.columns.header + (self.first + index) * BLOCK + part * 64)
 
     def _one(self, rows: list[Value], index: Value, lane: Value | int = 0) -> None:
         k = self.k
         for n, row in enumerate(rows):
             at = k.i64(n) + lane
-            k.store(self.codes(self.numbers(row, index), at), self.block, index * BLOCK + at + 4 * BLOCK)
+            k.store(self.codes(self.numbers(row, index), at), self.codes_at, (self.first + index) * BLOCK + at)
 
     def _values(self, row: Value, lane: Value) -> None:
-        to = lane * self.dim + 4 * BLOCK
-        for index, count in self.vectors_then_tail(self.dim, BLOCK):
+        to = lane * self.dim + self.columns.header + self.first
+        for index, count in self.vectors_then_tail(self.count, BLOCK):
             self.store(self.codes(self.numbers(row, index, count), lane), to + index)
 
     def token(self, row: Value, lane: Value) -> None:
-        self.store_scale(row, lane)
-        self._coded(row, lane)
+        for _ in self.each_columns():
+            self.store_scale(self.part(row), lane)
+            self._coded(self.part(row), lane)
 
     def _coded(self, row: Value, lane: Value) -> None:
         """Stores codes of a token by the scale that is there."""
@@ -400,14 +469,106 @@ class _Codes(_Elements):
             return
         k = self.k
 
-        for index, count in self.vectors_then_tail(self.dim, BLOCK):
+        for index, count in self.vectors_then_tail(self.count, BLOCK):
             if not count:
                 self._one([row], index, lane)
                 continue
             x = self.codes(self.numbers(row, index, BLOCK), lane)
             for i in range(BLOCK):
                 one = Value(k, k.b.extract_element(x.x, I32(i)))
-                k.store(one, self.block, (index + i) * BLOCK + lane + 4 * BLOCK)
+                k.store(one, self.codes_at, (self.first + index + i) * BLOCK + lane)
+
+
+class _Nibbles(_Coded):
+    """Scales, then codes of four bits: of keys [pair of elements][16 tokens], of values [8 pairs of tokens][element].
+
+    Columns that share a scale are coded in lanes. Where there are fewer of them zeros follow, which change nothing.
+    """
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.lanes = self.columns.each
+        self.room = k.buffer(F32, self.lanes)  # of a short row's numbers, and of bytes
+        self.rows = k.buffer(I8, BLOCK * self.lanes // 2)
+
+    def coded(self, row: Value, lane: Value | int) -> Value:
+        """Returns codes of a token's columns at hand, as bytes; stores their scale."""
+        k, lanes = self.k, self.lanes
+        kind = I8 if self.has_codes else F32
+        x = k.variable(k.const(0, vec(kind, lanes)))
+        read: Any = self.elements if self.has_codes else self.numbers
+        with k.either(self.count.equals(lanes)) as (full, short):
+            with full:
+                x.set(read(row, k.i64(0), lanes))
+            with short:
+                k.store(x.get(), self.room)
+                with k.range(0, self.count) as index:
+                    k.store(read(row, index, 0), self.room, index * (1 if self.has_codes else 4))
+                x.set(k.load(vec(kind, lanes), self.room))
+        if self.has_codes:
+            return x.get()
+        bits, factor = self.format.scale_bits(k, x.get())
+        k.store(bits, self.scales, (k.i64(0) + lane) * 2)
+        return self.format.narrow(k, x.get(), factor)
+
+    def pairs_of(self, codes: Value) -> Value:
+        """Returns neighbouring codes of a key in bytes."""
+        low, high = (self.k.shuffle(codes, codes, range(half, self.lanes, 2)) for half in (0, 1))
+        return (low & 15) | (high << 4)
+
+    def whole(self) -> None:
+        for _ in self.each_columns():
+            (self._whole_keys if self.is_keys else self._whole_values)()
+
+    def _whole_keys(self) -> None:
+        k, n = self.k, self.lanes // 2
+        with k.range(0, BLOCK) as lane:
+            k.store(self.pairs_of(self.coded(self.part_of(lane), lane)), self.rows, lane * n)
+        rows = [k.load(vec(I8, n), self.rows, token * n) for token in range(BLOCK)]
+        to = self.columns.header + self.first * (BLOCK // 2)
+        parts = _transposed_bytes(k, rows)
+        with k.either(self.count.equals(self.lanes)) as (full, short):
+            with full:
+                for part, x in enumerate(parts):
+                    self.store(x, to + part * 64)
+            with short:
+                for part, x in enumerate(parts):
+                    k.store(x, self.rows, part * 64)
+                with k.range(0, (self.count + 1) >> 1) as pair:
+                    k.store(k.load(vec(I8, BLOCK), self.rows, pair * BLOCK), self.block, to + pair * BLOCK)
+
+    def _whole_values(self) -> None:
+        k = self.k
+        with k.range(0, BLOCK // 2) as pair:
+            low, high = (self.coded(self.part_of(pair * 2 + half), pair * 2 + half) for half in (0, 1))
+            both = (low & 15) | (high << 4)
+            to = self.columns.header + pair * self.dim + self.first
+            with k.either(self.count.equals(self.lanes)) as (full, short):
+                with full:
+                    self.store(both, to)
+                with short:
+                    k.store(both, self.room)
+                    with k.range(0, self.count) as index:
+                        k.store(k.load(I8, self.room, index), self.block, to + index)
+
+    def token(self, row: Value, lane: Value) -> None:
+        k = self.k
+        for _ in self.each_columns():
+            codes = self.coded(self.part(row), lane)
+            if self.is_keys:
+                k.store(self.pairs_of(codes), self.room)
+                to = self.columns.header + self.first * (BLOCK // 2) + lane
+                with k.range(0, (self.count + 1) >> 1) as pair:
+                    k.store(k.load(I8, self.room, pair), self.block, to + pair * BLOCK)
+                continue
+            # the other half of each byte is another token's
+            shift = k.trunc((lane & 1) << 2, I8)
+            k.store((codes & 15) << k.splat(shift, self.lanes), self.room)
+            others = k.const(0xF0 - 256, I8) >> shift
+            to = self.columns.header + (lane >> 1) * self.dim + self.first
+            with k.range(0, self.count) as index:
+                there = k.load(I8, self.block, to + index) & others
+                k.store(there | k.load(I8, self.room, index), self.block, to + index)
 
 
 class _CodesInPages(_Codes):
@@ -450,3 +611,16 @@ class _CodesInPages(_Codes):
             scale = k.splat(scale, count) if count else scale
         narrow = self.format.narrow if self.scaling == "found" else self.format.narrow_given
         return narrow(k, x, scale)
+
+
+def _transposed_bytes(k: Function, rows: list[Value]) -> list[Value]:
+    """Returns 16 rows of 16 bytes as columns, in four vectors: bytes of four rows become words, whose vectors are then
+    interleaved, which is fewer steps than to transpose bytes.
+    """
+    words = [k.zext(x, vec(I32, BLOCK)) for x in rows]
+    words = [a | b << 8 | c << 16 | d << 24 for a, b, c, d in (words[n : n + 4] for n in range(0, BLOCK, 4))]
+    every = range(BLOCK * 2)
+    pairs = [k.shuffle(a, b, [x // 2 + x % 2 * BLOCK for x in every]) for a, b in (words[:2], words[2:])]
+    first, second = (x.bits(vec(I64, BLOCK)) for x in pairs)
+    quarters = ([part * 4 + x // 2 + x % 2 * BLOCK for x in range(8)] for part in range(4))
+    return [k.shuffle(first, second, quarter) for quarter in quarters]

@@ -17,7 +17,7 @@ from ..language.vector import I1, I64, Function, Module, Value
 from ..memory.records import BLOCK, PLACES, ROW, ROW_AT, STATE_SUMS
 from ..memory.shape import Shape
 from ..products.product import product_of
-from .addresses import locate
+from .addresses import locate, stage_scales
 from .dropping import drop_row
 from .lower import expression_row
 from .row_scores import FEW_ROWS, score, score_heads, score_row
@@ -28,6 +28,8 @@ from .row_weights import (
     clear_row,
     merge_row,
     rescale,
+    scale_rows,
+    scale_scores,
     store_row,
     value_tiles,
     weigh,
@@ -48,10 +50,14 @@ class _Parts:
         product = product_of(s)
         self.score = product.flushed(m, score(m, s))
         self.drop = drop_row(m, s) if s.dropout else None
-        self.rescale = rescale(m, s) if s.format.is_coded else None
+        self.rescale = rescale(m, s) if s.format.is_coded and s.cached else None
+        self.scale_scores = scale_scores(m, s) if s.format.is_coded and s.cached and s.together > 1 else None
+        self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
+        self.scale_rows = [scale_rows(m, s, of_weights=x) for x in (False, True)] if s.lists_scales else []
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
-        self.score_heads = product.flushed(m, score_heads(m, s)) if s.cached and self.visibility is None else None
+        in_step = s.cached and self.visibility is None and self.scale_scores is None
+        self.score_heads = product.flushed(m, score_heads(m, s)) if in_step else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.values = [(rows, least, product.flushed(m, f)) for rows, least, f in value_tiles(m, s)]
         self.careful, self.merge, self.log = product.flushed(m, careful_values(m, s)), merge_row(m, s), natural_log(m)
@@ -325,13 +331,17 @@ class _Task(Work):
             self.locate(self.k_places, "k", start, count)
             arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
             k.call(parts.score, self.scratch, *arguments)
+            if parts.scale_scores is not None:
+                k.call(parts.scale_scores, self.scratch, self.k_places, count, self.rows)
+            self.scale_by_lists("k", start, count)
         regular = self.locate(self.v_places, "v", start, count)
         joint = self.weigh(start, count, clear)
-        k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_units(count))
+        k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
         self.drop(start, count)
         if parts.rescale is not None:
             with k.range(0, self.rows) as r:
                 k.call(parts.rescale, self.weights(r), self.v_places, count)
+        self.scale_by_lists("v", start, count)
         self.begin_sums()
         shared = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
         self.add_values(shared, regular)
@@ -340,6 +350,15 @@ class _Task(Work):
             with k.when(shared < end):
                 k.call(parts.careful, *self.value_arguments(r, shared, end, regular), count - 1)
             self.accumulate(r)
+
+    def scale_by_lists(self, name: str, start: Value, count: Value) -> None:
+        """Multiplies scores ("k"), or weights ("v"), of all rows by the scales of codes in arrays."""
+        k, parts = self.k, self.parts
+        if not parts.scale_rows:
+            return
+        to = self.part("scales")
+        self.list_scales(parts.stage_scales, name, self.k_places, to, start, start + count)
+        k.call(parts.scale_rows[name == "v"], self.scores, to, count, self.rows)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
         """Finds the addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to
@@ -360,7 +379,7 @@ class _Task(Work):
         regular = k.call(locate, k.p["a"], places, pages, base, page_bytes, row, start, start + count)
         past = k.at(places, (count + (piece - 1)) // piece * 8)
         fetched = count.equals(TILE) | (self.rows > 1)
-        with k.when(fetched) if self.s.cached and not self.s.fetching.alone else contextlib.nullcontext():
+        with k.when(fetched) if self.s.cached and not self.s.fetches_alone else contextlib.nullcontext():
             k.call(locate, k.p["a"], past, pages, next_base, page_bytes, row, next_start, next_end)
         return k.select(a.heads.equals(1), regular, k.i64(0))  # else what comes next is elsewhere
 

@@ -24,10 +24,10 @@ def drop_tile(module: Module, s: Shape) -> Any:
     k = module.function("drop_tile", prototype("weights* lanes* position n_keys item seed drop_below"))
     product = product_of(s)
     for j, v, keep in _each_quad(k, s, _load_lanes(k, s)):
-        for n in range(0, QUAD, s.elements):
-            at = s.unit_of(j + n) * s.row_bytes + s.lane_offset(v)
-            unit = k.load(s.units, k.p["weights"], at)
-            k.store(product.drop_weights(k, unit, keep[n : n + s.elements]), k.p["weights"], at)
+        for n in range(0, QUAD, s.weight_elements):
+            at = s.weight_of(j + n) * s.row_bytes + s.lane_offset(v)
+            unit = k.load(vec(s.weight, s.lanes), k.p["weights"], at)
+            k.store(product.drop_weights(k, unit, keep[n : n + s.weight_elements]), k.p["weights"], at)
     return k.finish()
 
 
@@ -57,7 +57,7 @@ def drop_row(module: Module, s: Shape) -> Any:
         quads = k.splat((p["position"] + j) >> 2, n) + k.iota(n)
         words = philox(k, (p["item"], p["head"], p["query"], quads), p["seed"], n)
         for m, keep in enumerate(keeps(k, in_order(k, words), p["drop_below"])):
-            at = (j + m * n) * (s.number_bytes // s.elements)
+            at = (j + m * n) * (s.number_bytes // s.weight_elements)
             k.store(product.drop_row(k, k.load(kind, p["weights"], at), keep), p["weights"], at)
     return k.finish()
 

@@ -19,7 +19,7 @@ from ..memory.formats import load_scales
 from ..memory.records import BLOCK, ENDS, LANES, PLACES, ROW_AT, Item
 from ..memory.shape import Shape
 from ..products.product import product_of
-from .addresses import locate
+from .addresses import locate, stage_scales
 from .dropping import drop_tile
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panel_products import score_tile
@@ -53,6 +53,7 @@ class _Parts:
         self.pack = pack_queries(m, s)
         self.stage_keys, self.stage_values = product.stage_tiles(m)
         self.locate = locate(m, s.piece)
+        self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
         self.store = store_panel(m, s, self.log)
         goes_on = s.partial or s.resumed
         self.resume, self.leave = (load_state(m, s), store_state(m, s)) if goes_on else (None, None)
@@ -308,7 +309,7 @@ class _Task(PanelWork):
     def stage_tile(self, start: Value, count: Value) -> Tile:
         """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
-        if s.reads_blocks:
+        if s.reads_blocks and not s.stages_blocks:
             return self.locate_tile(start, count)
         keys, values = k.at(self.keys, start * a.k_row), k.at(self.values, start * a.v_row)
         units, dim = s.packed_units(a.head_dim), a.value_dim
@@ -321,7 +322,7 @@ class _Task(PanelWork):
         with k.when(stage_k):
             self.stage_keys(k_staged, k_places, start, count)
         if s.cached:  # values that lie block after block are read there
-            regular = self.locate(v_places, "v", start, count)
+            regular = self.locate(v_places, "v", start, self.count_located(start, count))
             values = k.at(k.load(PTR, v_places), s.header)
             stage_v = stage_v | regular.equals(0)
         v_row, k_row = s.step_bytes(a.v_row), a.k_row  # of a cache's values: from a unit to the next
@@ -340,11 +341,13 @@ class _Task(PanelWork):
             if not s.cached:
                 self.locate(v_places, "v", start, count)
             many, row = (s.count_units(count), v_row) if s.cached else (count, a.v_row)
-            row = s.format.offset(dim) if s.format.is_coded else row
+            row = s.format.offset(dim) if s.format.is_coded and s.cached else row
             k.call(self.parts.stage_values, v_staged, v_places, row, a.v_column, many, dim, dim, k.i64(0))
         if s.format.is_coded:
-            self.stage_scales(k_places, v_places, count)
+            self.stage_scales(k_places, v_places, start, count)
         k_staged_row = units * s.number_bytes
+        if s.stages_blocks:
+            k_staged = self.list_blocks(k_staged, k_staged_row, k.at(k_places, 64 * 8))
         return Tile(
             start,
             count,
@@ -354,6 +357,19 @@ class _Task(PanelWork):
             k.select(in_keys, k_staged_row, k.select(stage_v, dim * s.number_bytes, v_row)),
             self.rest_of_keys(k_staged, stage_k, start) if s.reads_parts else None,
         )
+
+    def count_located(self, start: Value, count: Value) -> Value:
+        """Counts the keys of a tile to locate: of codes also those that are fetched meanwhile."""
+        if not self.s.stages_blocks:
+            return count
+        return self.k.min(self.item.k_len - start, count + TILE)
+
+    def list_blocks(self, staged: Value, row: Value, blocks: Value) -> Value:
+        """Returns the list of the addresses of a tile's staged blocks, `row` bytes for each key; one more is read."""
+        k = self.k
+        with k.range(0, TILE // BLOCK + 1) as n:
+            k.store(k.at(staged, n * (row * BLOCK)), blocks, n * 8)
+        return blocks
 
     def locate_tile(self, start: Value, count: Value) -> Tile:
         """Returns a tile of a cache's blocks, which are read where they lie: keys by block, values by unit."""
@@ -382,7 +398,7 @@ class _Task(PanelWork):
         """Copies a tile of keys to scratch: of keys in two parts, one behind the other."""
         k, s, a = self.k, self.s, self.a
         units = s.packed_units(a.head_dim)
-        self.locate(places, "k", start, count)
+        self.locate(places, "k", start, self.count_located(start, count))
         if not s.in_parts:
             row = s.format.offset(a.head_dim) if s.latent else a.k_row
             k.call(self.parts.stage_keys, to, places, row, a.k_column, count, a.head_dim, units, k.i64(0))
@@ -416,9 +432,13 @@ class _Task(PanelWork):
         pages = k.pointer(self.item.pages)
         return k.call(self.parts.locate, k.p["a"], places, pages, base, page, row, start, start + count)
 
-    def stage_scales(self, k_places: Value, v_places: Value, count: Value) -> None:
+    def stage_scales(self, k_places: Value, v_places: Value, start: Value, count: Value) -> None:
         """Stages a tile's scales, side by side: of keys, then of values."""
         k = self.k
+        if self.s.lists_scales:
+            for name, to in zip(("k", "v"), self.scales(), strict=True):
+                self.list_scales(self.parts.stage_scales, name, k_places, to, start, start + count)
+            return
         for places, to in zip((k_places, v_places), self.scales(), strict=True):
             with k.range(0, count, BLOCK) as j:
                 k.store(load_scales(k, self.s.format, k.load(PTR, places, j // BLOCK * 8), 0, BLOCK), to, j * 4)

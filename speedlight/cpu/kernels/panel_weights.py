@@ -27,7 +27,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     """
     words = "scores* check* state* limits* tile_start clear full n_keys c"
     # what the partner of an odd last key weighs
-    words += " missing" * s.pads + " scales*" * s.format.is_coded
+    words += " missing" * s.pads + " scales*" * s.scales_weights
     types = {"c": s.number} | ({"missing": s.number} if s.pads else {})
     k = module.function("softmax_tile", prototype(words, **types), I64)
     p = k.p
@@ -116,7 +116,7 @@ class _Weights:
         """Weighs all keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be
         anything, are dropped.
         """
-        k, p, together = self.k, self.k.p, self.s.elements
+        k, p, together = self.k, self.k.p, self.s.weight_elements
         first, end = p["clear"], p["full"] & -2
         whole = p["n_keys"] & -together
         with k.either(usual) as (as_usual, any_scores):
@@ -131,7 +131,7 @@ class _Weights:
                 self._last(whole, "careful")
 
     def _last(self, whole: Value, how: _How) -> None:
-        if self.s.elements > 1:
+        if self.s.weight_elements > 1:
             with self.k.when(whole < self.k.p["n_keys"]):
                 self._step(whole, 1, how)
 
@@ -148,10 +148,10 @@ class _Weights:
 
     def _step(self, j: Value, keys: int, how: _How) -> None:
         """Weighs keys j and j + 1, or one alone."""
-        weights = self._weigh(j, keys, how)
+        weights, elements = self._weigh(j, keys, how), self.s.weight_elements
         for v in range(self.s.vectors):
-            for i in range(0, keys, self.s.elements):
-                self._store(j + i, v, [x[v] for x in weights[i : i + self.s.elements]])
+            for i in range(0, keys, elements):
+                self._store(j + i, v, [x[v] for x in weights[i : i + elements]])
 
     def _store(self, j: Value, v: int, weights: list[Value]) -> None:
         """Stores the weights of the unit of keys that begins with key j; the last one's may be incomplete.
@@ -160,20 +160,27 @@ class _Weights:
         where its key is: +0 would change the sign of a sum that is -0.
         """
         k, s, product, total = self.k, self.s, self.product, self.total[v]
-        missing = s.elements - len(weights)
+        if s.scales_weights:
+            self._store_scaled(j, v, weights)
+            return
+        missing = s.weight_elements - len(weights)
         partner = self.hidden
         if missing and s.pads:
             sign = weights[0].bits(s.ivector) & self.hidden.bits(s.ivector)
             partner = (k.splat(k.p["missing"], s.lanes).bits(s.ivector) | sign).bits(s.vector)
         unit = product.pack_weights(k, weights + [partner] * missing)
-        stored = (
-            rescale_weights(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes))
-            if s.format.is_coded
-            else unit
-        )
-        k.store(stored, k.p["scores"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
+        k.store(unit, k.p["scores"], s.weight_of(j) * s.row_bytes + s.lane_offset(v))
         unit = product.pack_weights(k, weights + [self.hidden] * missing) if missing else unit
         total.set(product.add_weights(k, unit, total.get()))
+
+    def _store_scaled(self, j: Value, v: int, weights: list[Value]) -> None:
+        """Stores the weights of a unit of keys of codes, times their values' scales; sums them as they are."""
+        k, s, scaled = self.k, self.s, []
+        for i, x in enumerate(weights):
+            self.total[v].set(self.total[v].get() + x)
+            scaled.append(rescale_weights(k, s, x, k.splat(k.load(F32, k.p["scales"], (j + i) * 4), s.lanes)))
+        unit = self.product.pack_scaled(k, scaled + [self.hidden] * (s.elements - len(scaled)))
+        k.store(unit, k.p["scores"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
 
     def _weigh(self, j: Value, keys: int, how: _How) -> list[list[Value]]:
         """Returns [key][vector] of weights."""

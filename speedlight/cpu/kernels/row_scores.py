@@ -128,7 +128,7 @@ def score_lanes(module: Module, s: Shape) -> Any:
                 k.range(start, end, rows) as r,
                 k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j,
             ):
-                fetched = ahead if rows > 1 or s.fetching.alone else None
+                fetched = ahead if rows > 1 or s.fetches_alone else None
                 _score_blocks(k, s, fetched, [r + i for i in range(rows)], j, together)
             start = end
     return k.finish()
@@ -140,7 +140,9 @@ def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
         return tuple([(max(1, rows // 2), max(1, together // 2)) for rows, together in s.tiles.narrow_scores])
     if s.lanes < BLOCK:
         return s.tiles.narrow_scores
-    return s.tiles.int8_scores if s.format.is_coded else s.tiles.scores
+    if not s.format.is_coded:
+        return s.tiles.scores
+    return s.tiles.code_scores if s.elements == 1 else s.tiles.coded_pairs
 
 
 def _score_blocks(k: Function, s: Shape, ahead: Value | None, rows: list[Value], j: Value, together: int) -> None:
@@ -184,7 +186,7 @@ def _score_groups(
                         total.add(query, x[u])
 
     with summed_together(k, s, k.i64(0), p["units"]) as (first, end):
-        product.each_unit(k, end - first, lambda t, *count: units(first + t, *count), unrolled=True)
+        product.each_unit(k, end - first, lambda t, *count: units(first + t, *count), of_keys=True)
         for _, rows in sums:
             for _, totals in rows:
                 for total in totals:
@@ -193,7 +195,7 @@ def _score_groups(
         for r, (_, totals) in zip(numbers, rows, strict=True):
             for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):
                 x = total.get()
-                if s.format.is_coded:
+                if s.format.is_coded and s.together == 1:
                     x = x * load_scales(k, s.format, block, lane * 4 - s.header, n)
                 k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
 

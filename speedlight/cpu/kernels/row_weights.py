@@ -138,9 +138,9 @@ def _weigh_keys(k: Function, s: Shape, c: Value, top: Value, seen: _Seen | None)
         ws = exp4(k, s, es, any_x=seen is not None)
         if seen is not None:
             ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, ws, strict=True))]
-        for i in range(0, 2, s.elements):
-            at = j * (s.number_bytes // s.elements) + i * s.vector_bytes
-            k.store(product_of(s).pack_row(k, ws[i : i + s.elements]), p["scores"], at)
+        for i in range(0, 2, s.weight_elements):
+            at = j * (s.number_bytes // s.weight_elements) + i * s.vector_bytes
+            k.store(product_of(s).pack_row(k, ws[i : i + s.weight_elements]), p["scores"], at)
 
 
 def _fetch_values(k: Function, s: Shape, j: Value) -> None:
@@ -158,11 +158,8 @@ def _fetch_values(k: Function, s: Shape, j: Value) -> None:
 def add_up(module: Module, s: Shape) -> Any:
     """sums[row] = the weights of a row, one after another from -0; eight rows in step, for their chains to overlap."""
     k = module.function("add_up", prototype("scores* sums* rows steps"))
-    p, product, alone = (
-        k.p,
-        product_of(s),
-        s.elements == 1,
-    )  # units of several elements are summed in vectors, all lanes the same
+    p, product = k.p, product_of(s)
+    alone = s.weight_elements == 1  # units of several elements are summed in vectors, all lanes the same
     eights = p["rows"] // 8 * 8
     for low, high, together in ((k.i64(0), eights, 8), (eights, p["rows"], 4)):
         with k.range(low, high, together) as first:
@@ -171,7 +168,7 @@ def add_up(module: Module, s: Shape) -> Any:
             totals = [k.variable(k.const(-0.0, s.number if alone else s.vector)) for _ in rows]
             with k.range(0, p["steps"]) as j:
                 for total, at in zip(totals, places, strict=True):
-                    x = k.load(s.unit, at, j * s.number_bytes)
+                    x = k.load(s.weight, at, j * s.number_bytes)
                     total.set(product.add_weights(k, x if alone else k.splat(x, s.lanes), total.get()))
             for r, total in zip(rows, totals, strict=True):
                 k.store(total.get() if alone else k.first(total.get()), p["sums"], r * 8)
@@ -179,13 +176,43 @@ def add_up(module: Module, s: Shape) -> Any:
 
 
 def rescale(module: Module, s: Shape) -> Any:
-    """Multiplies weights of a coded tile by scales, in place."""
+    """Multiplies weights of a coded tile by scales, and makes them units, in place. Past the last block they weigh -0."""
     k = module.function("rescale", prototype("weights* places* count"))
+    p, n = k.p, s.lanes
+    last = (p["count"] - 1) // BLOCK
+    with k.range(0, p["count"], n * s.elements) as j:
+        xs = []
+        for i in range(s.elements):
+            key = j + i * n
+            block = k.load(PTR, p["places"], k.min(key // BLOCK, last) * 8)
+            scale = load_scales(k, s.format, block, key % BLOCK * 4, n)
+            xs.append(rescale_weights(k, s, k.load(s.vector, p["weights"], key * 4), scale))
+        k.store(product_of(s).pack_scaled_row(k, xs), p["weights"], j * (s.number_bytes // s.elements))
+    return k.finish()
+
+
+def scale_rows(module: Module, s: Shape, *, of_weights: bool) -> Any:
+    """Multiplies rows of scores, or weights, by scales that lie side by side."""
+    k = module.function("scale_weights" if of_weights else "scale_rows", prototype("rows* scales* count n_rows"))
+    p, n = k.p, s.lanes
+    with k.range(0, p["count"], n) as j:
+        scale = k.load(s.vector, p["scales"], j * 4)
+        with k.range(0, p["n_rows"]) as r:
+            at = r * score_row(s) + j * 4
+            x = k.load(s.vector, p["rows"], at)
+            k.store(rescale_weights(k, s, x, scale) if of_weights else x * scale, p["rows"], at)
+    return k.finish()
+
+
+def scale_scores(module: Module, s: Shape) -> Any:
+    """Multiplies scores of codes by their keys' scales, where those were left out."""
+    k = module.function("scale_scores", prototype("scores* places* count rows"))
     p, n = k.p, s.lanes
     with k.range(0, p["count"], n) as j:
         scale = load_scales(k, s.format, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4, n)
-        x = k.load(s.vector, p["weights"], j * 4)
-        k.store(rescale_weights(k, s, x, scale), p["weights"], j * 4)
+        with k.range(0, p["rows"]) as r:
+            at = r * score_row(s) + j * 4
+            k.store(k.load(s.vector, p["scores"], at) * scale, p["scores"], at)
     return k.finish()
 
 
@@ -201,7 +228,12 @@ def _steps_together(s: Shape) -> int:
 
 def _step_row(k: Function, s: Shape) -> Value:
     """Bytes from one step's values to the next, where they lie side by side."""
-    return s.format.offset(k.p["value_dim"]) if s.format.is_coded else s.step_bytes(k.p["value_row"])
+    return s.step_bytes(s.format.offset(k.p["value_dim"]) if s.format.is_coded and s.cached else k.p["value_row"])
+
+
+def _column_bytes(s: Shape) -> int:
+    """Bytes from a column of a cache's values to the next."""
+    return s.key_bytes if s.format.is_coded else s.stored_bytes * product_of(s).units_per_load
 
 
 def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
@@ -210,7 +242,9 @@ def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
     Memory is read best in whole rows of values. But where a vector of them is used by many rows, or are codes that must
     be widened, it is read once for several.
     """
-    tiles = s.tiles.int8_values if s.format.is_coded else s.tiles.values
+    tiles = s.tiles.values
+    if s.format.is_coded:
+        tiles = s.tiles.code_values if s.elements == 1 else s.tiles.paired_values
     return [(rows, least, value_rows(module, s, rows, together)) for rows, together, least in tiles]
 
 
@@ -234,39 +268,53 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
 
 
 def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
-    """Writes the body of value_rows()."""
-    p, product = k.p, product_of(s)
-    with k.range(0, p["slots"], together) as slot:
+    """Writes the body of value_rows(): for slots that adjoin, where their vectors are loaded together, then the rest."""
+    p, whole = k.p, k.i64(0)
+    if product_of(s).loads_columns:
+        whole = p["value_dim"] // (s.lanes * together) * together
+        with k.range(0, whole, together) as slot:
+            _value_group(k, s, rows, [slot + i for i in range(together)], adjoin=True)
+    with k.range(whole, p["slots"], together) as slot:
         slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
-        columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
-        sums = [[r * p["sum_row"] + x * s.vector_bytes for x in slots] for r in map(k.i64, range(rows))]
-        totals = [[product.new_sum(k, k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
+        _value_group(k, s, rows, slots, adjoin=False)
 
-        def step(
-            j: Value,
-            keys: list[Value],
-            count: int = 1,
-            columns: list[Value] = columns,
-            totals: list[list[Any]] = totals,
-        ) -> None:
+
+def _value_group(k: Function, s: Shape, rows: int, slots: list[Value], *, adjoin: bool) -> None:
+    """Adds to the sums of some slots, whose columns lie side by side if they `adjoin`."""
+    p, product = k.p, product_of(s)
+    last = p["value_dim"] - s.lanes
+    columns = [x * s.lanes if adjoin else k.min(x * s.lanes, last) for x in slots]
+    sums = [[r * p["sum_row"] + x * s.vector_bytes for x in slots] for r in map(k.i64, range(rows))]
+    totals = [[product.new_sum(k, k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
+
+    def step(
+        j: Value,
+        keys: list[Value],
+        count: int = 1,
+        columns: list[Value] = columns,
+        totals: list[list[Any]] = totals,
+    ) -> None:
+        if adjoin:
+            vectors = product.load_columns(k, keys, columns)
+        else:
             vectors = [product.load_values(k, keys, c, count) for c in columns]
-            for r in range(rows):
-                for u in range(count):
-                    at = (j + u) * s.number_bytes + r * score_row(s)
-                    weight = k.splat(k.load(s.unit, p["weights"], at), s.lanes)
-                    for total, x in zip(totals[r], vectors, strict=True):
-                        total.add(x[u], weight)
-
-        every = max(1, 64 // (s.lanes * s.stored_bytes * product.units_per_load))
-        lines = columns[::every] if rows > 1 or s.fetching.alone or not s.cached else []
-        with summed_together(k, s, p["first"], p["end"]) as steps:
-            (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, steps, step)
-            for row in totals:
-                for total in row:
-                    total.join()
         for r in range(rows):
-            for total, x in zip(totals[r], sums[r], strict=True):
-                k.store(total.get(), p["sums"], x)
+            for u in range(count):
+                at = (j + u) * s.number_bytes + r * score_row(s)
+                weight = k.splat(k.load(s.unit, p["weights"], at), s.lanes)
+                for total, x in zip(totals[r], vectors, strict=True):
+                    total.add(x[u], weight)
+
+    every = max(1, 64 // (s.lanes * (_column_bytes(s) if s.cached else s.stored_bytes)))
+    lines = columns[::every] if rows > 1 or s.fetches_alone or not s.cached else []
+    with summed_together(k, s, p["first"], p["end"]) as steps:
+        (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, steps, step)
+        for row in totals:
+            for total in row:
+                total.join()
+    for r in range(rows):
+        for total, x in zip(totals[r], sums[r], strict=True):
+            k.store(total.get(), p["sums"], x)
 
 
 _Step = Callable[..., None]  # step, rows of values, how many steps those are
@@ -286,13 +334,17 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], steps: tuple[Va
             """Steps i and on, so many that lie together."""
             row = i * step_row
             if ahead is not None:
+                starts = (
+                    product.value_row(k, k.at(ahead, row), i, step_row) if s.format.is_coded else [k.at(ahead, row)]
+                )
                 for column in lines:
-                    k.prefetch(k.at(ahead, row + column * (product.units_per_load * s.stored_bytes)), s.fetching.level)
+                    for start in starts:
+                        k.prefetch(k.at(start, column * _column_bytes(s)), s.fetching.level)
             at = k.at(block, row)
             step(j + i, [at] if count > 1 else product.value_row(k, at, i, step_row), count)
 
         count = k.min(steps[1] - j, k.i64(size))
-        product.each_unit(k, count, rows, unrolled=False)
+        product.each_unit(k, count, rows, of_keys=False)
 
 
 def _rows_of_values(k: Function, s: Shape, lines: list[Value], steps: tuple[Value, Value], step: _Step) -> None:

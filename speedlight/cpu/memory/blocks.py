@@ -7,11 +7,11 @@ tokens first, (…, block, token, element), through which whole tokens are copie
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.dtypes import CODES, numpy_dtype
+from ...arrays.dtypes import CODES, LATENT_BLOCK, numpy_dtype
 from ...arrays.memory import pages
 from ...errors import ReservationError, pass_on, shown
 from ...host.rounding import standard
@@ -59,24 +59,18 @@ class Store:
 
     def move(self, moves: Moves) -> None:
         """Moves whole tokens of (page, heads, block, …), all at once."""
-        ends = ((moves.from_owner, moves.from_slot), (moves.to_owner, moves.to_slot))
-        (old, old_slot), (new, new_slot) = ((np.array(page, np.int64), np.array(slot, np.int64)) for page, slot in ends)
+        old, new = _Places.of(moves.from_owner, moves.from_slot), _Places.of(moves.to_owner, moves.to_slot)
         for plane in self.planes:
-            of_pairs = plane.shape[self.memory.ndim - 1] != BLOCK
-            at, to = (
-                (slot >> 4, (slot & 15) >> 1, slot & 1) if of_pairs else (slot >> 4, slot & 15)
-                for slot in (old_slot, new_slot)
-            )
-            plane[(new, slice(None), *to)] = plane[(old, slice(None), *at)]  # of a copy
+            self.move_in(plane, old, new)
 
-    def fill_scales(self, scales: list[np.ndarray], where: Any) -> None:
-        """Stores the scales that parts() returned beside codes, in memory[where]; zeros to the end of a block."""
-        for plane, part in zip(self.planes[1:], scales, strict=True):
-            *items, n, _ = part.shape
-            count = -(-n // BLOCK)
-            whole = np.zeros((*items, count * BLOCK, 1), part.dtype)
-            whole[:, :, :n] = part
-            plane[where, :, :count] = whole.reshape(*items, count, BLOCK, 1)
+    def move_in(self, plane: np.ndarray, old: _Places, new: _Places) -> None:
+        """Moves whole tokens of a plane."""
+        of_pairs = plane.shape[self.memory.ndim - 1] != BLOCK
+        at, to = (
+            (x.owner, slice(None), x.slot >> 4, *((x.pair, x.slot & 1) if of_pairs else (x.slot & 15,)))
+            for x in (old, new)
+        )
+        plane[to] = plane[at]  # of a copy
 
     def get(self, where: Any, n: int) -> np.ndarray:
         """A copy of the first n tokens of memory[where], (items, heads, n, dim)."""
@@ -87,10 +81,14 @@ class Store:
         count = -(-n // BLOCK)
         parts = []
         for plane in self.planes:
-            blocks = plane[where][:, :, :count]
+            blocks = self.tokens_of(plane, plane[where][:, :, :count])
             tokens = blocks.reshape(*blocks.shape[:2], count * BLOCK, math.prod(blocks.shape[3:]) // BLOCK)
             parts.append(tokens[:, :, :n, : self.dim].copy())
         return parts
+
+    def tokens_of(self, plane: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Returns blocks of a plane as tokens, one after another."""
+        return blocks
 
 
 class Pairs(Store):
@@ -110,21 +108,143 @@ class Pairs(Store):
 
 
 class Coded(Store):
-    """Codes with a scale per token and head: 16 scales, then the block of codes as `Store` has it. codes · scales ≈ x,
-    from each row alone: a scale is the row's largest magnitude over the largest code. A row with NaN or infinity is
-    NaN.
+    """Codes with scales: of each block of columns 16 scales, then the block of codes as `Store` has it.
+
+    codes · scales ≈ x, from the columns of a token that share a scale. Those with NaN or infinity are NaN.
     """
 
+    def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
+        self.scales = ScaleBlocks.of(dim, dtype)
+        super().__init__(dim, dtype, keys=keys)
+
     def row_bytes(self) -> int:
-        return self.dim + 4
+        return self.scales.row + self.dim + self.dim % 2 * self.is_keys  # elements of keys are read in pairs
 
     def views(self) -> list[np.ndarray]:
-        codes = self.view(self.kind, (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
-        return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
+        return [self.view_codes(), self.view_scales()]
+
+    def view_codes(self) -> np.ndarray:
+        columns = self.scales.columns
+        codes = self.view(self.kind, (columns, BLOCK) if self.is_keys else (BLOCK, columns), BLOCK * self.scales.row)
+        return codes.swapaxes(-1, -2) if self.is_keys else codes
+
+    def view_scales(self) -> np.ndarray:
+        return self.view(self.scales.kind, (self.scales.number, BLOCK)).swapaxes(-1, -2)
 
     @standard
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        return parts[0].astype(np.float32) * parts[1]
+        scales = parts[1].astype(np.float32)
+        if self.scales.number > 1:
+            scales = scales.repeat(self.scales.size, -1)[..., : self.scales.columns]
+        return parts[0].astype(np.float32) * scales
+
+    def fill_scales(self, scales: np.ndarray, where: Any) -> None:
+        """Stores the scales that parts() returned, in memory[where]; zeros to the end of a block."""
+        *items, n, columns = scales.shape
+        count = -(-n // BLOCK)
+        whole = np.zeros((*items, count * BLOCK, columns), scales.dtype)
+        whole[:, :, :n] = scales
+        self.planes[1][where, :, :count] = whole.reshape(*items, count, BLOCK, columns)
+
+
+class CodedLatents(Coded):
+    """Latents whose first columns, the values, are codes, row by row; the rest is bfloat16, row by row behind them."""
+
+    def __init__(self, dim: int, dtype: str, *, columns: int) -> None:
+        self.scales = ScaleBlocks.of(columns, dtype, LATENT_BLOCK)
+        Store.__init__(self, dim, dtype, keys=False)
+
+    @property
+    def rest(self) -> int:
+        """Returns the columns without codes."""
+        return self.dim - self.scales.columns
+
+    @property
+    def rest_at(self) -> int:
+        """Returns where they begin in a block, in bytes."""
+        return BLOCK * (self.scales.row + self.scales.columns)
+
+    def row_bytes(self) -> int:
+        return self.scales.row + self.scales.columns + 2 * self.rest
+
+    def views(self) -> list[np.ndarray]:
+        return [*super().views(), self.view(numpy_dtype("bfloat16"), (BLOCK, self.rest), self.rest_at)]
+
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([super().joined(parts), parts[2].astype(np.float32)], -1)
+
+
+class Nibbles(Coded):
+    """Codes of four bits, two in a byte: a block of keys is [pair of elements][16 keys], a block of values is
+    [8 pairs of keys][element]. The first of two is the low half.
+
+    An odd last element of a key has a zero beside it; behind values of an odd dim are 8 bytes that nothing reads.
+    """
+
+    def row_bytes(self) -> int:
+        return self.scales.row + (self.dim + 1) // 2
+
+    def view_codes(self) -> np.ndarray:
+        tail = ((self.dim + 1) // 2, BLOCK) if self.is_keys else (BLOCK // 2, self.dim)
+        pairs = self.view(np.dtype(np.uint8), tail, BLOCK * self.scales.row)
+        return pairs.swapaxes(-1, -2) if self.is_keys else pairs  # (…, token, pair), or (…, pair of tokens, element)
+
+    def tokens_of(self, plane: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        if plane is not self.planes[0]:
+            return blocks
+        codes = np.stack([blocks & 15, blocks >> 4], -1 if self.is_keys else -2)
+        return ((codes ^ 8).view(np.int8) - np.int8(8)).astype(self.kind)
+
+    def move_in(self, plane: np.ndarray, old: _Places, new: _Places) -> None:
+        if plane is not self.planes[0] or self.is_keys:
+            super().move_in(plane, old, new)
+            return
+        shift = (4 * (old.slot & 1)).astype(np.uint8)[:, None, None]
+        codes = (plane[old.owner, :, old.slot >> 4, old.pair] >> shift) & 15
+        for half in (0, 1):  # the halves of a byte one after the other
+            mine = (new.slot & 1) == half
+            at = new.owner[mine], slice(None), new.slot[mine] >> 4, new.pair[mine]
+            plane[at] = (plane[at] & (0xF0 >> 4 * half)) | (codes[mine] << 4 * half)
+
+
+class ScaleBlocks(NamedTuple):
+    """The scales of a token: how many columns have codes, how many share a scale, and what dtype it has."""
+
+    columns: int
+    size: int
+    kind: np.dtype
+
+    @classmethod
+    def of(cls, columns: int, dtype: str, size: int | None = None) -> ScaleBlocks:
+        """size: columns that share a scale; by default the format's."""
+        row = CODES[dtype]
+        return cls(columns, (row.block if size is None else size) or columns, np.dtype(row.scale))
+
+    @property
+    def number(self) -> int:
+        """Returns how many scales a token has."""
+        return -(-self.columns // self.size)
+
+    @property
+    def row(self) -> int:
+        """Returns their bytes."""
+        return self.number * self.kind.itemsize
+
+
+class _Places(NamedTuple):
+    """Tokens in memory: of each its page, or sequence, and its slot there."""
+
+    owner: np.ndarray
+    slot: np.ndarray
+
+    @classmethod
+    def of(cls, owner: list[int], slot: list[int]) -> _Places:
+        return cls(np.array(owner, np.int64), np.array(slot, np.int64))
+
+    @property
+    def pair(self) -> np.ndarray:
+        """Returns which pair of its block's tokens has each."""
+        return (self.slot & 15) >> 1
 
 
 LARGE_PAGE = 2 << 20  # bytes
@@ -156,7 +276,7 @@ def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -
     """
     kind: type[Store] = Store
     if shape.dtype in CODES:
-        kind = Coded
+        kind = Nibbles if CODES[shape.dtype].is_packed else Coded
     elif shape.dtype == "bfloat16" and not shape.latent:
         kind = Pairs
     name = "pages" if together else "window" if shape.most is None else "capacity"
@@ -164,6 +284,8 @@ def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -
     layers = []
     for _ in range(shape.layers):
         stores = tuple([kind(dim, shape.dtype, keys=is_keys) for dim, is_keys in dims])
+        if shape.has_codes_of_latents:
+            stores = (CodedLatents(shape.head_dim, shape.dtype, columns=shape.value_dim),)
         if together:
             whole = reserved((*blocks, BLOCK * sum([x.row for x in stores])), name, filled=True)
             first = 0

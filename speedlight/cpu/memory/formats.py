@@ -6,15 +6,22 @@ A coded format keeps a scale for each token and head beside the codes: code · s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import ir
 
 from ...arrays.dtypes import CODES, PAGE_CODES, STORAGE_BYTES
 from ..language import conversions
 from ..language.functions import like
-from ..language.vector import F16, F32, I8, I16, I32, Function, Value, vec
+from ..language.vector import F16, F32, I1, I8, I16, I32, Function, Value, lanes_of, vec
 
 _WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
+_INFINITE = 0x7F800000  # as bits of a float32
+_LARGEST_F16, _INFINITE_F16 = 65504.0, 65520.0  # from the second on a number becomes infinity
+_NAN_F16 = 0x7E00
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,20 @@ class Int8:
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
         """Loads one code, or `lanes` side by side, in f32."""
-        return k.to_float(_load_codes(k, pointer, offset, lanes, 32), vec(F32, lanes) if lanes else F32)
+        return self.number(k, load_codes(k, pointer, offset, lanes))
+
+    def number(self, k: Function, code: Value) -> Value:
+        """Returns a code, or a vector of them, in f32."""
+        return k.to_float(_extended(k, code, I32), like(code, F32))
+
+    def magnitude(self, k: Function, code: Value) -> Value:
+        """Returns codes without their signs: places in `bf16`."""
+        return k.intrinsic(f"llvm.abs.v{lanes_of(code)}i8", code.type, code, k.const(0, I1))
+
+    @property
+    def bf16(self) -> list[int]:
+        """Returns the bits of each magnitude of 0 to 127 in bf16: exact."""
+        return [_bf16(float(n)) for n in range(128)]
 
     def narrow_usual(self, k: Function, x: Value, divide: Callable[[Value], Value]) -> Value:
         """Codes of x, which divide() divides by a usual scale: within 127 and a half, the last bits of a sum that has
@@ -92,14 +112,27 @@ class Float8:
         return index
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
-        """Loads one code, or `lanes` side by side, in f32, over `unit`.
+        """Loads one code, or `lanes` side by side, in f32, over `unit`."""
+        return self.number(k, load_codes(k, pointer, offset, lanes))
+
+    def number(self, k: Function, code: Value) -> Value:
+        """Returns a code, or a vector of them, in f32, over `unit`.
 
         The exponent is biased by 7, that of f16 by 15: its bits in their place are 2^-8 of it, subnormal or not. NaN
         would become 480: no cache holds it (a row that has one has a scale of NaN).
         """
-        whole = _load_codes(k, pointer, offset, lanes, 16)
-        bits = (whole << 7) & ~0x4000  # sign, 0, exponent, mantissa, 0 …
+        bits = (_extended(k, code, I16) << 7) & ~0x4000  # sign, 0, exponent, mantissa, 0 …
         return k.extend(bits.bits(like(bits, F16)), like(bits, F32))
+
+    def magnitude(self, k: Function, code: Value) -> Value:
+        """Returns codes without their signs: places in `bf16`."""
+        return code & 0x7F
+
+    @property
+    def bf16(self) -> list[int]:
+        """Returns the bits of each magnitude in bf16, over `unit`: exact."""
+        every = np.arange(128, dtype=np.uint16) << 7
+        return [_bf16(float(x)) for x in every.view(np.float16)]
 
     def narrow_usual(self, k: Function, x: Value, divide: Callable[[Value], Value]) -> Value:
         """Codes of x, which divide() divides by a usual scale: within half a unit of the last code; -0 keeps its
@@ -119,7 +152,15 @@ class Float8:
         return _keep_nan(k, self.narrow(k, x, scale), x, scale)
 
 
-class Float8OfPages:
+class Float8OfPages(Float8):
+    """float8_e4m3fn with its NaN, in the caller's pages."""
+
+    def number(self, k: Function, code: Value) -> Value:
+        """Returns a code, or a vector of them, in f32, over `unit`."""
+        return k.select((code & 0x7F).equals(0x7F), k.const(math.nan, like(code, F32)), super().number(k, code))
+
+
+class HalfFloat8:
     """float8_e5m2: a sign, five bits of exponent and two of mantissa, as float16 begins; of the caller's pages."""
 
     name, is_coded, in_pairs = "float8_e5m2", True, False
@@ -131,7 +172,7 @@ class Float8OfPages:
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
         """Loads one code, or `lanes` side by side, in f32."""
-        bits = _load_codes(k, pointer, offset, lanes, 16) << 8
+        bits = _extended(k, load_codes(k, pointer, offset, lanes), I16) << 8
         return k.extend(bits.bits(like(bits, F16)), like(bits, F32))
 
     def narrow(self, k: Function, x: Value, scale: Value) -> Value:
@@ -146,16 +187,69 @@ class Float8OfPages:
         return _keep_nan(k, self.narrow(k, x, scale), x, scale)
 
 
+class Int4:
+    """Whole numbers from -8 to 7, two in a byte, with scales of float16: ggml's q4_0."""
+
+    name, is_coded, in_pairs = "int4", True, False
+    bits, last = CODES[name].bits, float(CODES[name].largest)
+    unit = 1.0
+
+    def widen_pairs(self, k: Function, pointer: Value, offset: Value | int, lanes: int) -> tuple[Value, Value]:
+        """Loads bytes side by side; returns the codes of their low and of their high halves, in f32."""
+        whole = _extended(k, load_codes(k, pointer, offset, lanes), I32)
+        kind = vec(F32, lanes)
+        return k.to_float(_signed(k, whole << 28, 28), kind), k.to_float(_signed(k, whole, 4), kind)
+
+    def scale_bits(self, k: Function, x: Value) -> tuple[Value, Value]:
+        """Returns the scale of numbers in lanes, as bits of float16, and what they are multiplied by to be coded: 0 if
+        their codes are 0.
+        """
+        sizes = x.bits(like(x, I32)) & 0x7FFFFFFF
+        lanes = lanes_of(x)
+        most = k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i32", I32, sizes)
+        word = ir.IntType(lanes)
+        first = k.intrinsic(f"llvm.cttz.i{lanes}", word, sizes.equals(k.splat(most, lanes)).bits(word), k.const(1, I1))
+        negative = ((((x < 0.0).bits(word)) >> first) & 1).differs(0)
+        size = most.bits(F32) * (1 / self.last)
+        size = k.select(size >= _INFINITE_F16, k.const(_LARGEST_F16, F32), size)
+        scale = k.select(negative, size, -size)  # the largest number is coded as -8
+        bits = k.select(most < _INFINITE, k.narrow(scale, F16).bits(I16), k.const(_NAN_F16, I16))
+        live = (most < _INFINITE) & (bits & 0x7FFF).differs(0)
+        return bits, k.select(live, k.const(1.0, F32) / scale, k.const(0.0, F32))
+
+    def narrow(self, k: Function, x: Value, factor: Value) -> Value:
+        """Codes of numbers in lanes, as bytes; `factor`: as scale_bits() gives it."""
+        wide, zero = like(x, I32), k.const(0.0, x.type)
+        factor = k.splat(factor, lanes_of(x))
+        moved = k.min(k.max(x * factor + 8.5, zero), k.const(15.0, x.type))
+        codes = Value(k, k.b.fptosi(moved.x, wide)) - 8
+        return k.trunc(k.select(factor.differs(0.0), codes, k.const(0, wide)), like(x, I8))
+
+
 def load_scales(k: Function, codes: TokenFormat, block: Value, offset: Value | int, lanes: int) -> Value:
     """Loads scales of a cache's codes, side by side, times what those are widened over: exactly."""
-    scales = k.load(vec(F32, lanes), block, offset)
+    storage = {"float32": "f32", "float16": "f16"}[CODES[codes.name].scale]
+    scales = conversions.load(k, storage, block, offset, lanes)
     return scales if codes.unit == 1 else scales * codes.unit
 
 
-def _load_codes(k: Function, pointer: Value, offset: Value | int, lanes: int, bits: int) -> Value:
-    """Loads bytes as integers of so many bits."""
-    x = k.load(vec(I8, lanes) if lanes else I8, pointer, offset)
-    return Value(k, k.b.sext(x.x, like(x, {16: I16, 32: I32}[bits])))
+def load_codes(k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
+    """Loads one code, or `lanes` side by side."""
+    return k.load(vec(I8, lanes) if lanes else I8, pointer, offset)
+
+
+def _extended(k: Function, code: Value, kind: ir.Type) -> Value:
+    return Value(k, k.b.sext(code.x, like(code, kind)))
+
+
+def _bf16(x: float) -> int:
+    """Returns the bits of a number that bf16 has."""
+    return int(np.float32(x).view(np.uint32)) >> 16
+
+
+def _signed(k: Function, x: Value, shift: int) -> Value:
+    """Shifts integers to the right, and copies their sign."""
+    return Value(k, k.b.ashr(x.x, k.const(shift, x.type).x))
 
 
 def _keep_nan(k: Function, code: Value, x: Value, scale: Value) -> Value:
@@ -179,6 +273,9 @@ def _round_to_float8(k: Function, size: Value, signed: Value, mantissa: int = 3,
     return k.trunc(steps + (steps >> 23 - mantissa) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
 
 
-TokenFormat = Plain | Int8 | Float8 | Float8OfPages
-Codes = Int8 | Float8
-FORMATS: dict[str, TokenFormat] = {x.name: x for x in (*map(Plain, STORAGE_BYTES), Int8(), Float8(), Float8OfPages())}
+TokenFormat = Plain | Int8 | Float8 | Int4 | HalfFloat8
+Codes = Int8 | Float8 | Int4
+FORMATS: dict[str, TokenFormat] = {x.name: x for x in (*map(Plain, STORAGE_BYTES), Int8(), Float8(), Int4())}
+PAGE_FORMATS: dict[str, TokenFormat] = {
+    x.name: x for x in (Int8(), Float8OfPages(), HalfFloat8())
+}  # of codes in arrays

@@ -238,6 +238,7 @@ class DecodeSizes(NamedTuple):
     units: int  # of a query
     slots: int  # vectors of a value
     vector: int  # bytes
+    quantised: bool
 
     @property
     def states(self) -> int:
@@ -255,6 +256,7 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "total": lambda z: z.states,
     "numbers": lambda z: ROW.bytes * z.rows,  # [ROW, rows]
     "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values, each with those to fetch
+    "scales": lambda z: z.quantised * TILE * 4,  # of a tile's keys, or of its values, where these are codes in arrays
 }
 
 # what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ...arrays.dtypes import STORAGE_BYTES
+from ...arrays.dtypes import ALL_CODES, LATENT_BLOCK, STORAGE_BYTES
 from ...host.machine import PRODUCTS, Isa, sum_storage
 from ...host.tunings import TUNINGS, Fetching, RegisterTiles, shipped
 from .records import BLOCK
@@ -53,14 +53,25 @@ class Shape:
     @property
     def product(self) -> str:
         """Name of what multiplies, in machine.PRODUCTS."""
-        if self.quantised or self.widened:
+        if self.widened:
             return "fma"
-        return self.isa.product(self.storage, gradients=self.kind in ("backward", "tables"))
+        gradients = self.kind in ("backward", "tables")
+        return self.isa.product(self.storage, gradients=gradients, codes=self.quantised is not None)
 
     @property
     def elements(self) -> int:
         """Elements of a unit: what one multiply-add step takes from a row of keys, or of values at one column."""
         return PRODUCTS[self.product].elements
+
+    @property
+    def weight_elements(self) -> int:
+        """Elements of a unit of weights, before these are multiplied by scales of codes: then they are numbers."""
+        return 1 if self.format.is_coded and not self.scales_weights else self.elements
+
+    @property
+    def scales_weights(self) -> bool:
+        """Multiplies weights by scales of codes as they are made."""
+        return self.kind == "forward" and self.format.is_coded
 
     @property
     def together(self) -> int:
@@ -89,8 +100,20 @@ class Shape:
 
     @property
     def reads_blocks(self) -> bool:
-        """Reads a cache's blocks of keys where they lie: unit after unit, each of BLOCK keys."""
-        return self.scattered and self.cached
+        """Reads blocks of keys, a cache's where they lie or staged ones: unit after unit, each of BLOCK keys."""
+        return (self.scattered and self.cached) or self.stages_blocks
+
+    @property
+    def stages_blocks(self) -> bool:
+        """Has codes of keys, which are widened block by block."""
+        return (
+            self.kind == "forward" and self.format.is_coded and self.cached and not self.latent and self.together == 1
+        )
+
+    @property
+    def block_unit_bytes(self) -> int:
+        """Bytes of a unit of one key in the blocks that are read."""
+        return self.number_bytes if self.stages_blocks else self.stored_bytes
 
     @property
     def reads_parts(self) -> bool:
@@ -106,6 +129,11 @@ class Shape:
     def has_narrow_tail(self) -> bool:
         """Computes keys that `causal` shows to a panel's last vector of queries alone for that vector alone."""
         return self.vectors > 1 and self.together == 1 and self.program is None
+
+    @property
+    def fetches_alone(self) -> bool:
+        """Fetches a cache's blocks ahead for a single row, too: codes take longer to compute than to miss."""
+        return self.fetching.alone or self.format.is_coded
 
     @property
     def fetches_rows(self) -> bool:
@@ -128,6 +156,14 @@ class Shape:
             return element & -BLOCK
         return element if self.together == 1 else element & -(self.elements * self.together)
 
+    def count_weights(self, keys: Any) -> Any:
+        """Counts the units of weights of so many keys, before they are multiplied by scales of codes."""
+        return keys if self.weight_elements == 1 else self.count_units(keys)
+
+    def weight_of(self, key: Any) -> Any:
+        """Returns the unit of weights that has a key's, before they are multiplied by scales of codes."""
+        return key if self.weight_elements == 1 else self.unit_of(key)
+
     def unit_of(self, element: Any) -> Any:
         """Returns the unit that has an element."""
         return element if self.elements == 1 else element // self.elements
@@ -149,7 +185,7 @@ class Shape:
     @property
     def format(self) -> TokenFormat:
         """Format of keys and values in memory."""
-        return _formats()[self.quantised or self.widened or self.storage]
+        return _format_of(self.quantised or self.widened or self.storage, in_pages=not self.cached)
 
     @property
     def key_bytes(self) -> int:
@@ -166,7 +202,12 @@ class Shape:
     @property
     def header(self) -> int:
         """Bytes of scales ahead of a block's elements."""
-        return 4 * BLOCK if self.format.is_coded else 0
+        return 4 * BLOCK if self.format.is_coded and self.cached else 0
+
+    @property
+    def lists_scales(self) -> bool:
+        """Has codes in arrays, whose scales lie in others."""
+        return self.format.is_coded and not self.cached
 
     @property
     def piece(self) -> int:
@@ -213,6 +254,11 @@ class Shape:
     def unit(self) -> ir.Type:
         """Type of what is broadcast from a row of keys: one number, or several elements as an integer."""
         return self.number if self.elements == 1 else self.integer
+
+    @property
+    def weight(self) -> ir.Type:
+        """Type of a unit of weights, before they are multiplied by scales of codes."""
+        return self.number if self.weight_elements == 1 else self.unit
 
     @property
     def vector(self) -> ir.VectorType:
@@ -280,12 +326,18 @@ class AppendShape:
     values: Source
     streams: bool = False  # whole blocks, of rows of whole cache lines, go past the caches
     raw: bool = False  # to rows in pages of any size and strides
+    latent: bool = False  # keys are the codes of latents, row by row, and values the rest of them, without codes
     scaling: tuple[Scaling, Scaling] | None = None  # … as codes: of keys and values
     kind: ClassVar[str] = "append"
 
     @property
     def format(self) -> TokenFormat:
-        return _formats()[self.stored]
+        return _format_of(self.stored, in_pages=self.raw)
+
+    @property
+    def scale_block(self) -> int:
+        """Codes of a row that share a scale; 0: all."""
+        return LATENT_BLOCK if self.latent else ALL_CODES[self.stored].block
 
     @property
     def pairs(self) -> bool:
@@ -299,7 +351,7 @@ class AppendShape:
 
     @property
     def stem(self) -> str:
-        return f"append_{'raw_' * self.raw}{self.stored}_{self.isa.name}"
+        return f"append_{'raw_' * self.raw}{'latent_' * self.latent}{self.stored}_{self.isa.name}"
 
 
 @functools.cache
@@ -310,7 +362,8 @@ def _types() -> Any:
 
 
 @functools.cache
-def _formats() -> dict[str, TokenFormat]:
-    from .formats import FORMATS
+def _format_of(name: str, *, in_pages: bool) -> TokenFormat:
+    """Returns a format by name; of codes that of a cache, or of the caller's pages."""
+    from .formats import FORMATS, PAGE_FORMATS
 
-    return FORMATS
+    return PAGE_FORMATS[name] if in_pages and name in PAGE_FORMATS else FORMATS[name]

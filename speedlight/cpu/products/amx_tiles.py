@@ -19,7 +19,7 @@ from ..language.prototypes import prototype
 from ..language.vector import F32, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.records import TILE
 from .bf16_pairs import Bf16Pairs, PairUnits
-from .outer import VALUE, Check, Fetch
+from .outer import VALUE, Check, Fetch, scaled_scores
 from .packing import TILE_WORDS, split_pairs, stage_lanes, stage_rows
 from .tile_registers import ROWS, Amx, Registers, Software, flushed, multiply
 
@@ -53,6 +53,7 @@ class AmxTiles(PairUnits):
     """Product of bf16 on tile registers. OuterProduct says what each method is for."""
 
     sleeps = True
+    loads_columns = False
     flops_of_step = 2 * ROWS * ROWS * _CHUNK
 
     def new_sum(self, k: Function, start: Value) -> _Sum:
@@ -188,7 +189,14 @@ class AmxTiles(PairUnits):
         """Loads the scores of 32 keys, from key j on, [vector][key]; from `end` on the last one's again."""
         s, scores = self.s, k.at(k.p["scores"], j * self.s.row_bytes)
         keys = [k.i64(m) if end is None else k.min(k.i64(m), end - j - 1) for m in range(s.rows)]
-        return [[k.load(s.vector, scores, m * s.row_bytes + s.lane_offset(v)) for m in keys] for v in range(s.vectors)]
+        found = [[k.load(s.vector, scores, m * s.row_bytes + s.lane_offset(v)) for m in keys] for v in range(s.vectors)]
+        if not s.format.is_coded:
+            return found
+        found = [scaled_scores(k, s, j, x) for x in found]
+        for v, column in enumerate(found):
+            for m, x in zip(keys, column, strict=True):
+                k.store(x, scores, m * s.row_bytes + s.lane_offset(v))
+        return found
 
     def _multiply(self, k: Function, u: Registers, chunks: Value, rows: list[Value], row: Value, panel: Value) -> None:
         """Multiplies blocks of rows, so many bytes apart, by all queries of a panel of units."""

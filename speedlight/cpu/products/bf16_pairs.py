@@ -66,11 +66,14 @@ class PairUnits(ABC):
 
     # --- a cache's blocks, which have pairs as they are multiplied
 
-    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, unrolled: bool) -> None:
-        each_unit(k, count, body, unrolled=unrolled)
+    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None:
+        each_unit(k, count, body, unrolled=of_keys)
 
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
         return [self.load_units(k, k.at(block, t * (BLOCK * self.s.stored_bytes)), k.i64(lane), stored=True)]
+
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
+        return self.load_unit(k, k.at(block, t * (BLOCK * self.s.stored_bytes)), key, k.i64(2), k.i64(2 * BLOCK))
 
     def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
         return [row]
@@ -85,7 +88,11 @@ class PairUnits(ABC):
         return I16
 
     def pack_weights(self, k: Function, weights: list[Value]) -> Value:
-        words, n = self.pack_row(k, weights), self.s.lanes
+        return self.side_by_side(k, self.pack_row(k, weights))
+
+    def side_by_side(self, k: Function, words: Value) -> Value:
+        """Returns the units of two vectors of halves that lie one behind the other."""
+        n = self.s.lanes
         return k.shuffle(words, words, [lane + n * half for lane in range(n) for half in (0, 1)]).bits(self.s.ivector)
 
     def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:

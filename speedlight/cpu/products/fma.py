@@ -17,7 +17,7 @@ from ..memory.formats import FORMATS
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .outer import OuterProduct
-from .packing import KeyRun, each_unit, split_lanes, split_pairs, split_rows, stage_lanes, stage_rows
+from .packing import KeyRun, each_unit, split_lanes, split_pairs, split_rows, stage_lanes, stage_rows, widen_blocks
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2_F32 = 0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006
@@ -39,6 +39,7 @@ class Fma(OuterProduct):
         self.widens_bf16 = self.format.name == "bf16"
         self.splits_bf16_pairs = s.cached and self.format.in_pairs
         self.units_per_load = 2 if self.splits_bf16_pairs else 1
+        self.keys_per_line = 64 // BLOCK if self.format.is_coded else 1  # elements of a block's keys in a cache line
         self.exp2_terms, self.exp2_error = (_EXP2_F64, 3.4e-18) if s.wide else (_EXP2_F32, 9.2e-8)
 
     def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
@@ -59,6 +60,8 @@ class Fma(OuterProduct):
         rows = stage_rows(self, module)
         if self.splits_bf16_pairs:
             return split_lanes(module, self.s), split_rows(module, self.s)
+        if self.s.stages_blocks:
+            return widen_blocks(self, module), rows
         return stage_lanes(self, module) if self.s.cached and not self.s.latent else rows, rows
 
     def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:
@@ -81,21 +84,31 @@ class Fma(OuterProduct):
 
     # --- a cache's blocks
 
-    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, unrolled: bool) -> None:
-        if self.splits_bf16_pairs:
+    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None:
+        if of_keys and self.keys_per_line > 1:
+            whole = count & -self.keys_per_line
+            with k.range(0, whole, self.keys_per_line) as t:
+                body(t, self.keys_per_line)
+            with k.range(whole, count) as t:
+                body(t)
+        elif self.splits_bf16_pairs:
             pairs = count & -2
             with k.range(0, pairs, 2) as t:
                 body(t, 2)
             with k.when(pairs < count):
                 body(pairs, 1)
         else:
-            each_unit(k, count, body, unrolled=unrolled)
+            each_unit(k, count, body, unrolled=of_keys)
 
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
         s = self.s
         if self.splits_bf16_pairs:
             return split_pairs(k.load(s.ivector, block, t * (2 * BLOCK) + 4 * lane))[:count]
-        return [self.load_units(k, k.at(block, t * (BLOCK * s.stored_bytes)), k.i64(lane), stored=True)]
+        units = [k.at(block, (t + u) * (BLOCK * s.stored_bytes)) for u in range(count)]
+        return [self.load_units(k, at, k.i64(lane), stored=True) for at in units]
+
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
+        return self.format.widen(k, k.at(block, t * (BLOCK * self.s.stored_bytes)), self.format.offset(key))
 
     def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
         """Returns the row of a unit; of split pairs the row of both, and which of them it is."""
@@ -113,6 +126,12 @@ class Fma(OuterProduct):
         return weights[0]
 
     def pack_row(self, k: Function, weights: list[Value]) -> Value:
+        return weights[0]
+
+    def pack_scaled(self, k: Function, weights: list[Value]) -> Value:
+        return weights[0]
+
+    def pack_scaled_row(self, k: Function, weights: list[Value]) -> Value:
         return weights[0]
 
     def round_elements(self, k: Function, x: Value) -> Value:

@@ -36,6 +36,7 @@ class OuterProduct(ABC):
     """
 
     units_per_load = 1  # that lie together in a cache
+    loads_columns = False  # load_columns() is faster than load_values() of each column
     sleeps = False  # keep_awake() is needed
     flops_of_step: int  # of multiply_often()
     exp2_terms: tuple[float, ...]  # of 2^f on [-1/2, 1/2], from the linear one on
@@ -75,12 +76,19 @@ class OuterProduct(ABC):
     # --- a cache's blocks
 
     @abstractmethod
-    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, unrolled: bool) -> None:
-        """Calls body(t) of `count` units; where `units_per_load` is 2 body(t, 2), and body(t, 1) of an odd last."""
+    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None:
+        """Calls body(t, n) of `count` units, n that are loaded together at a time, then body(t) of those that are left.
+
+        of_keys: they are of keys' elements, and not of keys.
+        """
 
     @abstractmethod
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
         """Loads `count` units, which lie together, of `lanes` keys of a block."""
+
+    @abstractmethod
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
+        """Loads unit t of one key of a block."""
 
     @abstractmethod
     def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
@@ -89,6 +97,10 @@ class OuterProduct(ABC):
     @abstractmethod
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
         """Loads one vector of columns of `count` units of values: of a block's row, or of keys' `rows`."""
+
+    def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]:
+        """Loads as load_values() does vectors of columns, an even number that lie side by side."""
+        return [self.load_values(k, rows, x) for x in columns]
 
     # --- weights
 
@@ -99,6 +111,14 @@ class OuterProduct(ABC):
     @abstractmethod
     def pack_row(self, k: Function, weights: list[Value]) -> Value:
         """Packs vectors of weights one after another as units side by side."""
+
+    def pack_scaled(self, k: Function, weights: list[Value]) -> Value:
+        """Packs the weights of a unit's keys, lane by lane, that scales of codes have multiplied."""
+        raise NotImplementedError
+
+    def pack_scaled_row(self, k: Function, weights: list[Value]) -> Value:
+        """Packs vectors of weights, one after another, that scales of codes have multiplied."""
+        raise NotImplementedError
 
     @abstractmethod
     def round_elements(self, k: Function, x: Value) -> Value:
@@ -470,14 +490,14 @@ def _block_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
     A key past the last has the score of the one before, which the tile's facts then hold twice.
     """
     s, p = product.s, k.p
-    unit, place = s.stored_bytes, j // BLOCK * 8
+    unit, place = s.block_unit_bytes, j // BLOCK * 8
     block, next_block = (k.load(PTR, p["keys"], place + n) for n in (0, 8))
     rows = [k.at(block, (j & (BLOCK - 1)) * unit + m * unit) for m in range(s.rows)]
     share = (j & (BLOCK - 1)) // s.rows * (BLOCK * unit)
 
     def run(step: Step) -> None:
         def turn(t: Value) -> None:
-            if s.fetching.rows:
+            if s.fetching.rows and not s.stages_blocks:
                 k.prefetch(k.at(next_block, t * (BLOCK * unit) + share))
             take_two(s, step, t)
 
@@ -500,12 +520,17 @@ def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> l
     """Stores and returns scores of keys j, j + 1, … against one vector of queries; of codes, times their scales."""
     p = k.p
     if s.format.is_coded:
-        last = p["n_keys"] - 1
-        x = [each * k.splat(k.load(F32, p["scales"], k.min(j + m, last) * 4), s.lanes) for m, each in enumerate(x)]
+        x = scaled_scores(k, s, j, x)
     out = k.at(p["scores"], j * s.row_bytes)
     for m, each in enumerate(x):
         k.store(each, out, m * s.row_bytes + s.lane_offset(v))
     return x
+
+
+def scaled_scores(k: Function, s: Shape, j: Value, x: list[Value]) -> list[Value]:
+    """Returns scores of codes of keys j, j + 1, …, times their scales; past the last key the last one's."""
+    last, scales = k.p["n_keys"] - 1, k.p["scales"]
+    return [each * k.splat(k.load(F32, scales, k.min(j + m, last) * 4), s.lanes) for m, each in enumerate(x)]
 
 
 def run_fetching(k: Function, s: Shape, j: Value, end: Value, step: Step) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from ..language.functions import like
 from ..language.prototypes import prototype
 from ..language.vector import F32, I16, I32, PTR, Function, Module, Value, vec
-from ..memory.records import BLOCK
+from ..memory.records import BLOCK, TILE
 from ..memory.shape import Shape
 
 
@@ -31,7 +31,7 @@ class KeyRun(NamedTuple):
 
 
 class UnitLoader(Protocol):
-    """Loads units of rows: the part of a product that staging needs."""
+    """Loads units of rows and of blocks: the part of a product that staging needs."""
 
     s: Shape
 
@@ -40,6 +40,12 @@ class UnitLoader(Protocol):
     def load_unit(
         self, k: Function, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
     ) -> Value: ...
+
+    def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]: ...
+
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value: ...
+
+    def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None: ...
 
 
 @contextlib.contextmanager
@@ -80,6 +86,8 @@ def stage_rows(product: UnitLoader, module: Module) -> Any:
     with k.range(0, p["count"]) as j:
         source = k.load(PTR, p["places"], j // together * 8)
         source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
+        if s.stages_blocks:
+            fetch_codes(k, s, p["places"], [(j, p["row"])], p["length"])
         target = k.at(p["tile"], (j * p["units"] + first) * s.number_bytes)
         with k.range(0, end, s.lanes) as t:
             k.store(product.load_units(k, source, t, stored=True), target, t * s.number_bytes)
@@ -111,26 +119,48 @@ def stage_lanes(product: UnitLoader, module: Module) -> Any:
     p, n = k.p, s.lanes
     row, filled = p["units"] * s.number_bytes, filled_units(k, s, p["length"])
     whole = filled // n * n
-    stored = BLOCK * s.stored_bytes  # bytes of one unit of a block
     with k.range(0, p["count"], BLOCK) as j:
         block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
         for first in range(0, BLOCK, n):
             target = k.at(p["tile"], (j + first) * row)
             with k.range(0, whole, n) as t:
-                lanes = [
-                    product.load_units(k, k.at(block, (t + u) * stored), k.i64(first), stored=True) for u in range(n)
-                ]
+                lanes = [product.load_keys(k, block, t + u, first, 1)[0] for u in range(n)]
                 for m, x in enumerate(k.transpose(lanes)):
                     k.store(x, target, row * m + t * s.number_bytes)
             with k.range(whole, filled) as t, k.range(0, n) as m:
-                size = k.i64(s.key_bytes)
-                count = k.i64(s.elements * BLOCK)
-                one = product.load_unit(k, k.at(block, t * stored), m + first, size, count, stored=True)
+                one = product.key_unit(k, block, t, m + first, p["length"])
                 k.store(one, target, row * m + t * s.number_bytes)
             if s.packed > 1:
                 with k.range(0, n) as m:
                     fill_units(k, s, k.at(target, row * m), filled)
     return k.finish()
+
+
+def widen_blocks(product: UnitLoader, module: Module) -> Any:
+    """tile[block, units, BLOCK] from a cache's blocks of codes, as they lie there; fetches those of the next tile."""
+    s, k = product.s, module.function("widen_blocks", prototype(TILE_WORDS))
+    p = k.p
+    with k.range(0, p["count"], BLOCK) as j:
+        block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
+        ahead = k.at(k.load(PTR, p["places"], (j + TILE) // BLOCK * 8), s.header)
+        to = k.at(p["tile"], j * p["units"] * s.number_bytes)
+
+        def units(t: Value, count: int = 1, block: Value = block, to: Value = to, ahead: Value = ahead) -> None:
+            k.prefetch(k.at(ahead, t * (BLOCK * s.stored_bytes)), s.fetching.level)
+            for lane in range(0, BLOCK, s.lanes):
+                for u, x in enumerate(product.load_keys(k, block, t, lane, count)):
+                    k.store(x, to, ((t + u) * BLOCK + lane) * s.number_bytes)
+
+        product.each_unit(k, p["units"], units, of_keys=True)
+    return k.finish()
+
+
+def fetch_codes(k: Function, s: Shape, places: Value, keys: list[tuple[Value, Value]], length: Value) -> None:
+    """Prefetches rows of values that a tile has after this one: of keys, with the bytes from a row to the next."""
+    for key, row in keys:
+        at = k.at(k.load(PTR, places, (key + TILE) // BLOCK * 8), key % BLOCK * row + s.header)
+        with k.range(0, length, 64) as column:
+            k.prefetch(k.at(at, column), s.fetching.level)
 
 
 def split_lanes(module: Module, s: Shape) -> Any:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from ..memory.shape import Shape
 from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs
+from .coded_pairs import AmxCodes, Bf16Codes
 from .fma import Fma
 from .odd_pairs import OddPairs
 from .outer import OuterProduct
 
 Product = OuterProduct | AmxTiles
 CLASSES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Pairs, "amx_tiles": AmxTiles, "odd_pairs": OddPairs}
+OF_CODES: dict[str, type[Product]] = {"fma": Fma, "pairs": Bf16Codes, "amx_tiles": AmxCodes}
 
 
 def outer_product_of(s: Shape) -> OuterProduct:
@@ -26,4 +28,4 @@ def outer_product_of(s: Shape) -> OuterProduct:
 
 def product_of(s: Shape) -> Product:
     """Returns the product of a kernel of this shape."""
-    return CLASSES[s.product](s)
+    return (OF_CODES if s.format.is_coded else CLASSES)[s.product](s)

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at a
         (lambda c, q, k, v: c.length(0, 1), "item: expected 0 to 0; got 1"),
         (lambda c, q, k, v: c.select([]), "batch_indices: expected at least one"),
         (lambda c, q, k, v: sl.KVCache(layers=0, kv_heads=1, head_dim=1, capacity=1), "layers: expected a size"),
-        (lambda c, q, k, v: sl.KVCache(layers=1, kv_heads=1, head_dim=1, capacity=1, dtype="int4"), "dtype: expected"),
+        (lambda c, q, k, v: sl.KVCache(layers=1, kv_heads=1, head_dim=1, capacity=1, dtype="int5"), "dtype: expected"),
         (lambda c, q, k, v: c.save("x.npz"), "expected a name that ends in .safetensors"),
     ],
 )
@@ -87,7 +87,7 @@ def test_float8_by_its_names():
         with pytest.raises(sl.ArgumentTypeError, match=way):
             made(theirs)
     for other in (torch.float8_e5m2, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3, "e4m3"):
-        with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8 or float8_e4m3fn \\('fp8'\\); got"):
+        with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8, float8_e4m3fn \\('fp8'\\) or int4; got"):
             made(other)
 
 

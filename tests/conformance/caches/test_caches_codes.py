@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from caches import OPTIONS, made
 from conftest import FULL
-from problems import CODES, numpy_dtype, qkv, quantise
+from problems import CODES, STORED_CODES, decoded, numpy_dtype, qkv, quantise
 from tolerance import assert_within
 
 import speedlight as sl
@@ -46,7 +46,7 @@ def test_codes_against_the_oracle(isa, one_width, rng, codes, dtype, d, dv, opti
 
 def test_the_table_is_of_every_format():
     """Each row has its class, and no names, or tensors on a GPU, are those of two."""
-    assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *CODES, *dtypes.PAGE_CODES}
+    assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *STORED_CODES}
     names = [x for row in dtypes.CODES.values() for x in (*row.spellings, *row.elsewhere)]
     for each in (names, dtypes.ON_GPU.values()):
         assert len(set(each)) == len(each)
@@ -58,11 +58,12 @@ def test_elements_of_parts_of_bytes_are_refused(monkeypatch):
         print(Shape("decode", isa_named("avx2"), "f32", cached=True, quantised="int8").stored_bytes)
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", STORED_CODES)
 def test_codes_are_as_near_as_their_format_says(rng, codes):
     x = rng.standard_normal((1, 1, 500, 64)).astype(np.float32)
-    stored, scales = quantise(x, codes)
-    off = np.abs(stored.astype(np.float64) * scales - x).max(axis=-1) / np.abs(x).max(axis=-1)
+    size = dtypes.CODES[codes].block or 64  # which share a scale
+    off, of = (np.abs(y).reshape(500, -1, size).max(axis=-1) for y in (decoded(x, codes).astype(np.float64) - x, x))
+    off = off / of
     assert dtypes.CODES[codes].error / 2 < off.max() <= dtypes.CODES[codes].error * (1 + 2.0**-20)
 
 
@@ -118,3 +119,75 @@ def test_codes_are_those_of_the_reference(rng, kind):
     assert (codes[fits] == (np.rint(ratios) if kind == "int8" else ratios.astype(numpy_dtype(kind)))).all()
     with pytest.raises(sl.ArgumentTypeError, match="x: expected float32, float16 or bfloat16, which an? "):
         sl.reference.quantise(np.zeros((2, 3)), kind)
+
+
+def ggml_rows(x):
+    """Rows of 32 numbers as quantize_row_q4_0_ref() of ggml computes them: codes and scales, number by number."""
+    codes, scales = np.zeros_like(x), np.zeros(len(x), np.float32)
+    for row, to, n in zip(x, codes, range(len(x)), strict=True):
+        size = largest = np.float32(0)
+        for y in row:
+            if size < abs(y):
+                size, largest = abs(y), y
+        d = largest / np.float32(-8)
+        factor = np.float32(1) / d if d else np.float32(0)
+        to[:] = [min(15, int(np.float32(y * factor) + np.float32(8.5))) - 8 for y in row]
+        scales[n] = d.astype(np.float16)
+    return codes, scales
+
+
+def test_four_bits_are_those_of_ggml(rng):
+    """Of numbers whose scales float16 has, to the bit; signs of zero among them."""
+    rows = [rng.standard_normal((200, 32)) * 10.0 ** rng.integers(-5, 5, (200, 1)), rng.integers(-8, 9, (100, 32)) / 3]
+    rows += [
+        rng.choice([-1.0, 1.0], (50, 32)),
+        np.zeros((1, 32)),
+        np.full((1, 32), -0.0),
+        np.full((1, 32), 8 * 65519.0),
+    ]
+    x = np.concatenate(rows).astype(np.float32)
+    codes, scales = quantise(x, "int4")
+    want, want_scales = ggml_rows(x)
+    assert codes.astype(np.float32).tobytes() == (want + 0).tobytes()
+    assert scales[:, 0].tobytes() == want_scales.astype(np.float16).tobytes() and np.signbit(scales[350:352]).all()
+    whole = rng.standard_normal((5, 75)).astype(np.float32)  # the last block is shorter: as if zeros followed
+    codes, scales = quantise(whole, "int4")
+    for at, n in ((0, 32), (32, 32), (64, 11)):
+        part = np.zeros((5, 32), np.float32)
+        part[:, :n] = whole[:, at : at + n]
+        want, want_scales = ggml_rows(part)
+        assert (codes[:, at : at + n].astype(np.float32) == want[:, :n]).all()
+        assert (scales[:, at // 32] == want_scales.astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("exponent", [*range(-40, -6, 3), 12, 17, 18, 19, 20, 60, 127])
+def test_scales_of_four_bits_that_float16_has_not(rng, exponent):
+    """Scales below its normal numbers are off by 2^-25 at most; numbers past eight times its largest are that."""
+    x = (rng.uniform(-1, 1, (300, 32)) * 2.0**exponent).astype(np.float32)
+    stored, scales = (y.astype(np.float64) for y in quantise(x, "int4"))
+    assert np.isfinite(scales).all() and not stored[scales[:, 0] == 0].any()
+    largest = np.abs(x).astype(np.float64).max(axis=1, keepdims=True)
+    off, error = np.abs(stored * scales - x), dtypes.CODES["int4"].error
+    assert (off <= np.maximum(error * largest, largest / 8 + 8 * 2.0**-25)).all() or exponent > 18
+    past = largest[:, 0] >= 8 * 65520
+    assert (np.abs(scales[past, 0]) == 65504).all() and past.any() == (exponent > 18)
+    inside = np.abs(x) <= 7.5 * 65504
+    assert (off[past] <= np.where(inside[past], 65504 / 2, np.abs(x[past]) - 7 * 65504)).all()
+
+
+def test_blocks_of_four_bits_with_nan_are_nan_alone(rng):
+    x = rng.standard_normal((1, 1, 3, 80)).astype(np.float32)
+    x[0, 0, 0, 40], x[0, 0, 1, 79], x[0, 0, 2, 0] = np.nan, np.inf, -np.inf
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=80, capacity=3, dtype="int4")
+    cache.append(0, x, x)
+    for y in (cache.keys(0), cache.values(0), decoded(x, "int4")):
+        assert np.isnan(y[0, 0, :, [0, 31, 32, 63, 64, 79]]).T.tolist() == [
+            [False, False, True, True, False, False], [False] * 4 + [True] * 2, [True] * 2 + [False] * 4
+        ]  # fmt: skip
+
+
+def test_four_bits_stay_on_the_cpu():
+    pytest.importorskip("triton")
+    for of, room in ((sl.KVCache, {"capacity": 8}), (sl.PagePool, {"pages": 1, "page_size": 16})):
+        with pytest.raises(sl.UnsupportedError, match=r"dtype: expected .* on a GPU; got int4|expected a CUDA device"):
+            of(layers=1, kv_heads=1, head_dim=8, dtype="int4", device="cuda", **room)

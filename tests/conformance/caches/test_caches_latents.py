@@ -12,7 +12,7 @@ import torch
 from caches import OPTIONS
 from conftest import FULL
 from pools import check_accounts
-from problems import CODES, DTYPES, numpy_dtype, quantise, taken
+from problems import CODES, DTYPES, READS_LATENT_CODES, decoded, numpy_dtype, taken
 from repeated import forget
 from tolerance import assert_within, plain
 
@@ -332,20 +332,19 @@ def test_other_parts_are_refused_and_nothing_is_stored(rng):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("codes", CODES)
-def test_codes_have_one_scale_for_both_parts(rng, monkeypatch, tmp_path, codes, streams):
+def test_codes_have_scales_by_blocks_and_the_rest_is_bfloat16(rng, monkeypatch, tmp_path, codes, streams):
     """In caches, rings, pages and files; keys and values are read from the same codes."""
     if streams:
         monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
     forget()
-    for sizes in (SIZES[0], SIZES[1]):
+    for sizes in (SIZES[0], SIZES[1], (300, 20, 2, 1), (257, 3, 1, 1)):
         q, k = problem(rng, taken(codes), sizes)
         k *= rng.choice([1e-3, 1.0, 1e3], k.shape[:3])[..., None].astype(k.dtype)
-        numbers, scales = quantise(k, codes)
-        want = numbers.astype(np.float32) * scales
-        latent, kv_heads = sizes[0], sizes[2]
+        latent, rotary, kv_heads, _ = sizes
+        want = decoded(k, codes, latent)
         for more, joined in ((x, y) for x in ({}, RING) for y in (True, False)):
             cache, at = made(codes, sizes, **more), 0
-            assert cache.token_bytes == kv_heads * (k.shape[3] + 4)
+            assert cache.token_bytes == kv_heads * (latent + 4 * -(-latent // 128) + 2 * rotary)
             for n in STEPS:
                 cache.append(0, *parts(k[:, :, at : at + n], latent, joined))
                 at += n
@@ -356,18 +355,20 @@ def test_codes_have_one_scale_for_both_parts(rng, monkeypatch, tmp_path, codes, 
                 assert x.values(0).tobytes() == want[:, :, shown, :latent].tobytes()
             some, keys = q[:, :, :20], want[:, :, shown]
             masks = {"mask": cache._ring.mask(False)} if more and cache._ring.mask(False) is not None else {}
-            if not masks:
+            if not masks and READS_LATENT_CODES:
                 out = cache.attend(0, some)
                 exact = reference.attention(some, keys, None, value_dim=latent)
-                bound = reference.error_bound(some, keys, None, value_dim=latent, int8=True).out
+                bound = reference.error_bound(some, keys, None, value_dim=latent, codes=codes).out
                 assert_within(out, exact, bound)
                 alone = [cache.attend(0, some[:, :, i : i + 1]) for i in range(some.shape[2])]
                 assert np.concatenate(alone, 2).tobytes() == out.tobytes()
                 copied = cache.copy()
                 step = copied.attend(0, some[:, :, :3], *parts(k[:, :, :3], latent, joined))
-                grown = np.concatenate((keys, (numbers * scales)[:, :, :3]), 2, dtype=np.float32)
+                grown = np.concatenate((keys, want[:, :, :3]), 2)
                 exact = reference.attention(some[:, :, :3], grown, None, value_dim=latent, causal=True)
-                bound = reference.error_bound(some[:, :, :3], grown, None, value_dim=latent, causal=True, int8=True).out
+                bound = reference.error_bound(
+                    some[:, :, :3], grown, None, value_dim=latent, causal=True, codes=codes
+                ).out
                 assert_within(step, exact, bound)
         pool, at = made(codes, sizes, pool=True), 0
         sequence = pool.sequence()
@@ -375,6 +376,8 @@ def test_codes_have_one_scale_for_both_parts(rng, monkeypatch, tmp_path, codes, 
             pool.append(0, [sequence], *parts(rows(k[:1, :, at : at + n]), latent, n > 1), new_lengths=[n])
             at += n
         assert sequence.keys(0).tobytes() == want[0].tobytes()
+        if not READS_LATENT_CODES:
+            continue
         whole = made(codes, sizes)
         whole.append(0, *parts(k[:, :, :at], latent, True))
         found = pool.attend(0, [sequence], rows(q[:1, :, :5]), q_lengths=[5])
@@ -392,6 +395,16 @@ def test_a_cache_without_a_window_is_read_as_an_array():
         )
     ]
     assert strides == [Strides(), Strides(is_paged=True), Strides(is_paged=True)]
+
+
+@pytest.mark.parametrize("of", [sl.KVCache, sl.PagePool])
+def test_latents_have_no_codes_of_four_bits(of):
+    room = {"capacity": 8} if of is sl.KVCache else {"pages": 2, "page_size": 16}
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 24, "value_dim": 20, "latent": True} | room
+    with pytest.raises(
+        sl.UnsupportedError, match=r"dtype: expected int8, float8_e4m3fn \('fp8'\) or a dtype .* got int4"
+    ):
+        of(**sizes, dtype="q4_0")
 
 
 @pytest.mark.parametrize("of", [sl.KVCache, sl.PagePool])

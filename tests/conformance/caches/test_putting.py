@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FULL
 from pools import kept_calls
-from problems import CODES, DTYPES, numpy_dtype, quantise
+from problems import DTYPES, STORED_CODES, decoded, numpy_dtype, quantise
 from repeated import forget
 
 import speedlight as sl
@@ -74,7 +74,8 @@ def check_bits(rng, dtype, way, sizes=SIZES):
 
 def half_way(codes):
     """Between two neighbours, all of them."""
-    every = np.arange(256, dtype=np.uint8).view(numpy_dtype(codes)).astype(np.float32)
+    bits = np.arange(256, dtype=np.uint8) if codes != "int4" else np.arange(16, dtype=np.uint8)
+    every = bits.view(numpy_dtype(codes)).astype(np.float32)
     every = np.unique(every[np.isfinite(every)])
     return (every[1:] + every[:-1]) / 2
 
@@ -84,13 +85,14 @@ GIVEN = ["float32", "float16", "bfloat16"]
 
 @pytest.mark.units("codes", "dtype")
 @pytest.mark.parametrize(
-    ("codes", "dtype"), [(x, dtype) for x in CODES for dtype in (GIVEN if FULL or x == "int8" else GIVEN[:1])]
+    ("codes", "dtype"),
+    [(x, dtype) for x in STORED_CODES for dtype in (GIVEN[:1] if x == "float8_e4m3fn" and not FULL else GIVEN)],
 )
 def test_codes_and_scales_are_those_of_the_rule(isa, rng, codes, dtype):
     check_codes(rng, codes, dtype, "side by side")
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", STORED_CODES)
 def test_codes_of_elements_that_lie_apart(rng, codes):
     check_codes(rng, codes, "float16", "tokens adjoin")
 
@@ -103,9 +105,10 @@ def check_codes(rng, codes, dtype, way):
         for x in (k, v):
             x *= 10.0 ** rng.integers(-44, 37, (*x.shape[:3], 1)) if dtype != "float16" else 1
             x[0, 0, ::7] = rng.choice(half_way(codes), x[0, 0, ::7].shape)
-            x[0, 0, ::7, 0] = np.float32(dtypes.CODES[codes].largest)
+            x[0, 0, ::7, :: dtypes.CODES[codes].block or x.shape[3]] = np.float32(dtypes.CODES[codes].largest)
             x[0, 1, ::5, 0], x[1, 0, ::6, -1], x[1, 1, ::9, 0] = np.nan, np.inf, -np.inf
             x[1, 1, 1::9], x[1, 1, 2::9] = -0.0, 1e-44
+            x[1, 1, 3::9] = rng.choice([-1, 1], x[1, 1, 3::9].shape)  # of equal sizes the first counts
         with np.errstate(over="ignore"):
             k, v = (x.astype(numpy_dtype(dtype)) for x in (k, v))
         cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=d, value_dim=dv, capacity=2000, dtype=codes)
@@ -133,7 +136,34 @@ def ways_of(cache):
     return {x.launch.shape.streams for x in kept_calls(cache) if isinstance(x, putting.AppendCall)}
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dim", range(1, 71))
+def test_four_bits_of_any_size(rng, dim):
+    """Keys and values of every number of elements, in chunks, in a cache, in a ring, and in pages of any size."""
+    d, dv, size = dim, 71 - dim, 16 * int(rng.integers(1, 4))
+    k, v = (rng.standard_normal((2, 2, 90, n)).astype(np.float32) for n in (d, dv))
+    sizes = {"layers": 1, "kv_heads": 2, "head_dim": d, "value_dim": dv, "dtype": "int4"}
+    cache = sl.KVCache(**sizes, batch=2, capacity=100)
+    ring = sl.KVCache(**sizes, batch=2, window=20, keep_first=3)
+    pool = sl.PagePool(**sizes, pages=20, page_size=size)
+    sequences, at = [pool.sequence(), pool.sequence()], 0
+    while at < 90:
+        n = min(int(rng.choice([1, 1, 2, 5, 15, 16, 40])), 90 - at)
+        new = [x[:, :, at : at + n] for x in (k, v)]
+        cache.append(0, *new)
+        ring.append(0, *new)
+        pool.append(0, sequences, *(np.concatenate([*x.swapaxes(1, 2)]) for x in new), new_lengths=[n, n])
+        at += n
+    rows = -(-d // 2) + -(-dv // 2) + 2 * (-(-d // 32) + -(-dv // 32))
+    assert cache.token_bytes == 2 * rows
+    for x, part in ((k, "keys"), (v, "values")):
+        want = decoded(x, "int4")
+        assert getattr(cache, part)(0).tobytes() == want.tobytes()
+        assert getattr(ring, part)(0).tobytes() == want[:, :, ring._ring.shown(90)].tobytes()
+        for item, sequence in enumerate(sequences):
+            assert getattr(sequence, part)(0).tobytes() == want[item].tobytes()
+
+
+@pytest.mark.parametrize("codes", STORED_CODES)
 def test_codes_past_the_caches_are_like_others(rng, monkeypatch, codes):
     k, v = (rng.standard_normal((1, 2, sum(COUNTS), d)).astype(np.float32) for d in (64, 128))
     found = []

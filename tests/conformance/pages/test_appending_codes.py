@@ -31,7 +31,7 @@ def wanted(rows: np.ndarray, scales: Any, dtype: str) -> tuple[np.ndarray, np.nd
         codes, found = sl.reference.quantise(rows, dtype)
         return codes, found[:, 0]
     given = np.asarray(scales, np.float32)
-    return sl.reference.quantise(rows, dtype, given[:, None] if given.ndim == 1 else given)[0], None
+    return sl.reference.quantise(rows, dtype, scales=given[:, None] if given.ndim == 1 else given)[0], None
 
 
 @pytest.mark.units("codes")
@@ -160,7 +160,7 @@ def test_whole_rows_of_latents(rng):
     assert (pages[[2, 0]].reshape(32, 72)[:20] == codes).all() and (scales[[2, 0]].reshape(32, 1)[:20] == found).all()
     for given in (0.02, np.float32([0.02]), np.full((1, 72), 0.02, np.float32)):
         sl.append_paged(pages, None, [[1]], [0], rows[:, :, :16], k_scales=given)
-        assert (pages[1, :, 0] == sl.reference.quantise(rows[0, 0, :16], "int8", np.float32(0.02))[0]).all()
+        assert (pages[1, :, 0] == sl.reference.quantise(rows[0, 0, :16], "int8", scales=0.02)[0]).all()
 
 
 def test_new_tokens_may_lie_in_the_scales_that_are_written(rng):

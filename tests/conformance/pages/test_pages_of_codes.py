@@ -54,6 +54,25 @@ def test_every_kind_of_scales(isa, one_width, rng, codes, kinds, dtype):
     check(coded._replace(table=coded.table[:1], lengths=[150]), q[:1], dropout=0.3, seed=7)
 
 
+@pytest.mark.units("codes")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+def test_codes_of_a_cache_have_its_bits(isa, one_width, rng, codes, dtype):
+    """The same tokens, stored with scales for each token and head: bits are a cache's, of few queries and of many."""
+    q, k, v = (rng.standard_normal((1, n, 1100, 48)).astype(numpy_dtype(dtype)) for n in (4, 2, 2))
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=48, dtype=codes, capacity=1200)
+    cache.append(0, k, v)
+    pages, scales = np.zeros((2, 70, 16, 2, 48), numpy_dtype(codes)), np.zeros((2, 70, 16, 2), np.float32)
+    table = rng.permutation(70)[None, :69]
+    sl.append_paged(*pages, table, [0], k, v, k_scales=scales[0], v_scales=scales[1])
+    coded = Coded(*pages, *scales, table, [1100])
+    for n in (1, 60):
+        for options in ({"causal": True}, {"dropout": 0.5, "seed": 3}):
+            want = cache.attend(0, q[:, :, -n:], return_lse=True, **options)
+            got = coded.attended(q[:, :, -n:], sl.attention_paged, return_lse=True, **options)
+            assert [x.tobytes() for x in got] == [x.tobytes() for x in want], (n, options)
+
+
 @pytest.mark.parametrize("codes", FORMATS)
 def test_the_reference_is_exact(rng, codes):
     """It is attention() of codes times scales in float64, whatever the layout."""
