@@ -155,9 +155,8 @@ class Call:
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self._others: Any = (None,)  # what the last run of other lengths had
         self.put: AppendCall | None = None  # what stores new tokens of a cache first
-        self.is_scaled = (
-            problem.quantised is not None and problem.widened is not None
-        )  # codes lie in arrays, and their scales
+        # codes lie in arrays, and their scales
+        self.is_scaled = problem.quantised is not None and problem.widened is not None
         self.in_parts, self.lies = in_parts, {"cached": cached, "latent": latent, "in_parts": in_parts}
         self.strides = strides
         self.together: Any = (None, None)  # what the last sequences shared, and how they were taken (cascade.py)
