@@ -199,8 +199,8 @@ MUTATIONS = (
     Mutation(
         "the sign of float8 reaches its exponent",
         "cpu/memory/formats.py",
-        "(whole << 7) & ~0x4000",
-        "(whole << 7) & ~0x2000",
+        "<< 7) & ~0x4000",
+        "<< 7) & ~0x2000",
         "tests/conformance/caches/test_caches_codes.py -k codes_against",
     ),
     Mutation(
@@ -209,6 +209,41 @@ MUTATIONS = (
         "| excess - (1 << mantissa))",
         "| excess - (1 << mantissa) + 1)",
         "tests/conformance/caches/test_putting.py -k codes",
+    ),
+    Mutation(
+        "scales of codes in arrays are those of the first head",
+        "cpu/kernels/task.py",
+        'getattr(a, f"{name}_scales") + head * of_head',
+        'getattr(a, f"{name}_scales")',
+        "tests/conformance/pages/test_pages_of_codes.py -k every_kind",
+    ),
+    Mutation(
+        "a repeated call has the scales of the first one",
+        "cpu/kernels/repeat.py",
+        'with k.when(p.of_call("scaled").differs(0)):',
+        'with k.when(p.of_call("scaled").differs(p.of_call("scaled"))):',
+        "tests/conformance/pages/test_pages_of_codes.py -k read_anew",
+    ),
+    Mutation(
+        "NaN of float8 in arrays is a number",
+        "cpu/memory/formats.py",
+        "(code & 0x7F).equals(0x7F)",
+        "(code & 0x7F).equals(0x80)",
+        "tests/conformance/pages/test_pages_of_codes.py -k nan_and_infinity",
+    ),
+    Mutation(
+        "scales of channels are not folded into results",
+        "calls/paged.py",
+        "if len(of_values.shape) == 2:",
+        "if len(of_values.shape) == 1:",
+        "tests/conformance/pages/test_pages_of_codes.py -k every_kind",
+    ),
+    Mutation(
+        "codes by a given scale begin at -127",
+        "cpu/memory/formats.py",
+        "k.const(-self.last - 1, x.type)",
+        "k.const(-self.last, x.type)",
+        "tests/conformance/pages/test_appending_codes.py -k references",
     ),
     Mutation(
         "float8's scales are of codes, not of what they are widened to",

@@ -357,7 +357,7 @@ class _Task(Work):
         if not parts.scale_rows:
             return
         to = self.part("scales")
-        self.list_scales(parts.stage_scales, name, self.k_places, to, start, start + count)
+        self.list_scales(parts.stage_scales, name, self.head, (self.k_places, to), start, start + count)
         k.call(parts.scale_rows[name == "v"], self.scores, to, count, self.rows)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:

@@ -437,7 +437,7 @@ class _Task(PanelWork):
         k = self.k
         if self.s.lists_scales:
             for name, to in zip(("k", "v"), self.scales(), strict=True):
-                self.list_scales(self.parts.stage_scales, name, k_places, to, start, start + count)
+                self.list_scales(self.parts.stage_scales, name, self.head, (k_places, to), start, start + count)
             return
         for places, to in zip((k_places, v_places), self.scales(), strict=True):
             with k.range(0, count, BLOCK) as j:
