@@ -18,9 +18,11 @@ from .torch_tensors import check_plain_tensor, from_torch, has_bytes, is_tensor
 _MOST_LISTED = 1 << 24
 
 
-def describe(x: Any, name: str, *, gpu: bool = False) -> Array:
-    """The array behind an argument, wherever it came from. Nothing is copied. `gpu`: it may lie on one."""
-    found = _described(x, name)
+def describe(x: Any, name: str, *, gpu: bool = False, codes: bool = False) -> Array:
+    """Reads where an argument's numbers lie, of any library; copies nothing. `gpu`: it may lie on one. `codes`: it may
+    be of codes.
+    """
+    found = _described(x, name, codes)
     if found.device != "cpu" and not gpu:
         raise UnsupportedError(f"{name}: expected an array on the CPU; got one on {found.device}. Use {name}.cpu().")
     return found
@@ -90,16 +92,16 @@ def is_masked(x: Any) -> bool:
     return ma is not None and isinstance(x, ma.MaskedArray)
 
 
-def _described(x: Any, name: str) -> Array:
+def _described(x: Any, name: str, codes: bool) -> Array:
     if isinstance(x, np.ndarray):
-        return _from_numpy(x, name, "numpy", x)
+        return _from_numpy(x, name, codes)
     if is_tensor(x):
-        return from_torch(x, name, sys.modules["torch"])
+        return from_torch(x, name, sys.modules["torch"], codes=codes)
     if has_dlpack(x, name):
-        return from_dlpack(x, name)
+        return from_dlpack(x, name, codes=codes)
     if has(x, name, "__array_interface__"):
-        array = _as_numpy(x, name)  # of a NumPy scalar a copy, which nobody else holds
-        return _from_numpy(array, name, "numpy", array)
+        # of a NumPy scalar a copy, which nobody else holds
+        return _from_numpy(_as_numpy(x, name), name, codes)
     _check_not_traced(x, name)
     way = "" if x is None else f" Try numpy.asarray({name}, dtype='float32')."
     raise ArgumentTypeError(
@@ -175,7 +177,7 @@ def _as_numpy(x: Any, name: str) -> np.ndarray:
         ) from error
 
 
-def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
+def _from_numpy(x: np.ndarray, name: str, codes: bool) -> Array:
     if is_masked(x):
         raise ArgumentTypeError(
             f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(0) and "
@@ -185,5 +187,5 @@ def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
         raise ArgumentTypeError(
             f"{name}: expected native byte order; got {x.dtype.str}. Use {name}.astype({x.dtype.name!r})."
         )
-    dtype = check_dtype(name, x.dtype.name)
-    return Array(name, x.ctypes.data, x.shape, x.strides, dtype, kind, x.flags.writeable, owner)
+    dtype = check_dtype(name, x.dtype.name, codes=codes)
+    return Array(name, x.ctypes.data, x.shape, x.strides, dtype, "numpy", x.flags.writeable, x)

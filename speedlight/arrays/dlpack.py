@@ -8,11 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ArgumentTypeError, UnsupportedError, how_to_install, pass_on, shown
-from .dtypes import DTYPES, check_dtype
+from .dtypes import ELEMENT_BYTES, check_dtype
 from .memory import Array
 from .torch_tensors import from_torch
 
-_DLPACK_NAMES = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4, 16): "bfloat16"}
+_DLPACK_NAMES = {
+    (2, 32): "float32",
+    (2, 64): "float64",
+    (2, 16): "float16",
+    (4, 16): "bfloat16",
+    (0, 8): "int8",
+    (10, 8): "float8_e4m3fn",
+    (12, 8): "float8_e5m2",
+}
 
 
 class _DLTensor(ctypes.Structure):
@@ -80,17 +88,18 @@ def _dlpack_tensor(x: Any, name: str) -> tuple[Any, _DLTensor]:
     return capsule, _DLTensor.from_address(pointer(capsule, b"dltensor"))
 
 
-def from_dlpack(x: Any, name: str) -> Array:
-    """Reads the capsule itself, because NumPy cannot take bfloat16 from one."""
+def from_dlpack(x: Any, name: str, *, codes: bool = False) -> Array:
+    """Reads the capsule itself, because NumPy cannot take bfloat16 from one. `codes`: it may be of codes."""
     device = dlpack_device(x, name)
     if device[0] == 2:
-        return _from_cuda(x, name)
+        return _from_cuda(x, name, codes)
     if device[0] != 1:
         raise UnsupportedError(f"{name}: expected an array on the CPU; got DLPack device {device}.")
     capsule, t = _dlpack_tensor(x, name)
     dtype = _DLPACK_NAMES.get((t.code, t.bits), f"DLPack type {t.code} of {t.bits} bits")
-    check_dtype(name, dtype if t.vector == 1 else f"DLPack type {t.code} of {t.bits} bits in vectors of {t.vector}")
-    size = DTYPES[dtype][1]
+    found = dtype if t.vector == 1 else f"DLPack type {t.code} of {t.bits} bits in vectors of {t.vector}"
+    check_dtype(name, found, codes=codes)
+    size = ELEMENT_BYTES[dtype]
     if t.device_type != 1 or not 0 <= t.ndim <= 64 or (t.ndim and not t.shape):
         raise ArgumentTypeError(
             f"{name}: expected a DLPack tensor on the CPU; got device {t.device_type} with {t.ndim} dimensions."
@@ -107,7 +116,7 @@ def from_dlpack(x: Any, name: str) -> Array:
     return Array(name, (t.data or 0) + t.byte_offset, shape, strides, dtype, "dlpack", False, (x, capsule))
 
 
-def _from_cuda(x: Any, name: str) -> Array:
+def _from_cuda(x: Any, name: str, codes: bool) -> Array:
     """CuPy's, JAX's … on a GPU: the same memory, as PyTorch sees it."""
     try:
         import torch
@@ -125,5 +134,5 @@ def _from_cuda(x: Any, name: str) -> Array:
         raise ArgumentTypeError(
             f"{name}: expected an array that PyTorch can take by DLPack; {type(x).__name__}: {error}."
         ) from error
-    found = from_torch(tensor, name, torch)
+    found = from_torch(tensor, name, torch, codes=codes)
     return replace(found, kind="dlpack", owner=(x, tensor), writeable=type(x).__module__.startswith("cupy"))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, join_words
 from ..host.forks import importing
 
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
@@ -79,23 +79,31 @@ CODES = {
         spellings=("q4_0",), elsewhere=("i4", "u4", "q4"), block=32, scale="float16",
     ),
 }  # fmt: skip
+# codes in the caller's pages: those of a whole byte, and one that no cache keeps, since int8 and e4m3fn are nearer
+PAGE_CODES = {name: row for name, row in CODES.items() if row.bits == 8} | {
+    "float8_e5m2": CodeFormat(
+        "a", bits=8, largest=57344, digits=3, least=-13, library="ml_dtypes", safetensors="F8_E5M2", on_gpu=None,
+    ),
+}  # fmt: skip
+ALL_CODES = CODES | PAGE_CODES
+ELEMENT_BYTES = {name: size for name, (_, size) in DTYPES.items()} | dict.fromkeys(PAGE_CODES, 1)  # of arrays
 SPELLINGS = {x: name for name, row in CODES.items() for x in row.spellings}
 SHORTEST = {name: min((name, *row.spellings), key=len) for name, row in CODES.items()}  # to type
 ON_GPU = {name: row.on_gpu for name, row in CODES.items() if row.on_gpu}
 
 
 def scales_of(codes: str | None, *, latent: bool) -> str:
-    """Says what share the scales of codes: rows, blocks of columns, or those of latents; nothing where there are none."""
+    """Says what shares a scale of codes: "rows", "blocks" of columns, or those of "latents"; "" without codes."""
     if codes is None:
         return ""
     if latent:
         return "latents"
-    return "blocks" if CODES[codes].block else "rows"
+    return "blocks" if ALL_CODES[codes].block else "rows"
 
 
 def numpy_dtype(name: str) -> np.dtype:
     """Returns the NumPy dtype of a name; bfloat16's and some codes' are ml_dtypes'."""
-    if name == "bfloat16" or (name in CODES and CODES[name].library == "ml_dtypes"):
+    if name == "bfloat16" or (name in ALL_CODES and ALL_CODES[name].library == "ml_dtypes"):
         with importing:
             import ml_dtypes
 
@@ -114,10 +122,21 @@ def code_cache(dtype: str) -> str:
     return f"{CODES[dtype].article} {dtype} cache"
 
 
-def check_dtype(name: str, dtype: str) -> str:
-    if dtype not in DTYPES:
-        known = dtype in CODES
-        scales = f" Codes alone have no scales: KVCache(dtype={dtype!r}) and PagePool keep both." if known else ""
+def check_dtype(name: str, dtype: str, *, codes: bool = False) -> str:
+    """Returns an array's dtype; raises for one that no call takes. `codes`: it may be of codes, too."""
+    if dtype not in DTYPES and codes:
+        if dtype not in PAGE_CODES:
+            bits = "float8_e4m3fn"
+            way = f" Bits of float8 are {name}.view(ml_dtypes.{bits}), of a tensor {name}.view(torch.{bits})."
+            raise ArgumentTypeError(
+                f"{name}: expected float32, float64, float16 or bfloat16, or codes of {join_words(PAGE_CODES)}; got "
+                f"{dtype}.{way if dtype == 'uint8' else ''}"
+            )
+    elif dtype not in DTYPES:
+        scales = ""
+        if dtype in PAGE_CODES:
+            keeps = f"KVCache(dtype={dtype!r}) and PagePool keep both, " if dtype in CODES else ""
+            scales = f" Codes alone have no scales: {keeps}attention_paged(k_scales=, v_scales=) takes pages of them."
         raise ArgumentTypeError(
             f"{name}: expected dtype float32, float64, float16 or bfloat16; got {dtype}. Convert it first.{scales}"
         )

@@ -78,11 +78,13 @@ def resolve(k: Any, v: Any, value_dim: Any, names: tuple[str, str] = ("k", "v"))
     return join(k), latent[..., :columns]
 
 
-def describe_keys(k: Any, v: Any, names: tuple[str, str], *, gpu: bool = False) -> tuple[Array, Array]:
-    """Reads where keys and values lie; those of a KeyPair lie in its latent."""
+def describe_keys(
+    k: Any, v: Any, names: tuple[str, str], *, gpu: bool = False, codes: bool = False
+) -> tuple[Array, Array]:
+    """Reads where keys and values lie; those of a KeyPair lie in its latent. `gpu`, `codes`: as for describe()."""
     if type(k) is not KeyPair:
-        return describe(k, names[0], gpu=gpu), describe(v, names[1], gpu=gpu)
-    latent, rotary = describe(k.latent, names[0], gpu=gpu), describe(k.rotary, names[0], gpu=gpu)
+        return describe(k, names[0], gpu=gpu, codes=codes), describe(v, names[1], gpu=gpu, codes=codes)
+    latent, rotary = (describe(x, names[0], gpu=gpu, codes=codes) for x in (k.latent, k.rotary))
     values = replace(latent, name=names[1], shape=(*latent.shape[:-1], k.value_dim))
     return replace(latent, rest=rotary), values
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .dtypes import DTYPES, numpy_dtype
+from .dtypes import ELEMENT_BYTES, numpy_dtype
 
 DIMS = 4  # dimensions of an array whose place can be said
 # a place: an array's address, sizes and strides in bytes, in words of 64 bits; zeros fill up what it lacks of DIMS
@@ -40,6 +40,10 @@ class Array:
         return self.shape[-1] + (0 if self.rest is None else self.rest.shape[-1])
 
     @property
+    def itemsize(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
     def tensor(self) -> Any:
         return self.owner if self.kind == "torch" else self.owner[1]
 
@@ -59,11 +63,11 @@ class Array:
             return self.address, self.address
         reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
         low = self.address + sum([r for r in reach if r < 0])
-        return low, self.address + sum([r for r in reach if r > 0]) + DTYPES[self.dtype][1]
+        return low, self.address + sum([r for r in reach if r > 0]) + self.itemsize
 
     def whole(self) -> Array:
         """Returns it, or a copy without gaps."""
-        size, dense = DTYPES[self.dtype][1], ()
+        size, dense = self.itemsize, ()
         for n in reversed(self.shape):
             dense, size = (size, *dense), size * n
         if self.strides == dense:
@@ -131,7 +135,7 @@ def overlap(a: Array, b: Array) -> bool:
 
 def overlaps_itself(x: Array) -> bool:
     """Returns whether two elements may share a byte: none do if each stride is at least what smaller ones span."""
-    within = DTYPES[x.dtype][1]
+    within = x.itemsize
     for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
         if step < within:
             return 0 not in x.shape

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..host.insides import TORCH
-from .dtypes import DTYPES, check_dtype
+from .dtypes import DTYPES, ELEMENT_BYTES, check_dtype
 from .memory import Array, view_of_memory
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -238,8 +238,8 @@ _READ = frozenset(("q", "k", "v", "d_out", "d_lse"))  # what no call writes
 _SIZES: dict[Any, tuple[str, int]] = {}  # name and bytes of a torch.dtype
 
 
-def from_torch(x: Any, name: str, torch: Any) -> Array:
-    """Reads where a tensor lies; raises unless its numbers lie there."""
+def from_torch(x: Any, name: str, torch: Any, *, codes: bool = False) -> Array:
+    """Reads where a tensor lies; raises unless its numbers lie there. `codes`: it may be of codes."""
     if TORCH.get_tracing_state() is not None:
         raise UnsupportedError(f"{name}: expected no torch.jit.trace, which speedlight.torch.attention() alone takes.")
     found = _SIZES.get(x.dtype)
@@ -250,8 +250,10 @@ def from_torch(x: Any, name: str, torch: Any) -> Array:
                 f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. {way}"
             )
         check_plain_tensor(x, name)
-        dtype = check_dtype(name, str(x.dtype).removeprefix("torch."))
-        found = _SIZES[x.dtype] = dtype, DTYPES[dtype][1]
+        dtype = check_dtype(name, str(x.dtype).removeprefix("torch."), codes=codes)
+        found = dtype, ELEMENT_BYTES[dtype]
+        if dtype in DTYPES:
+            _SIZES[x.dtype] = found
     dtype, size = found
     address = read_address(x) if name in _READ else x.data_ptr()  # which makes a copy-on-write tensor its copy
     strides = tuple([s * size for s in x.stride()])

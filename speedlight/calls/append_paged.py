@@ -9,16 +9,19 @@ import numpy as np
 
 from .. import engines
 from ..arrays.array import describe
-from ..arrays.dtypes import conversion
+from ..arrays.dtypes import PAGE_CODES, conversion
 from ..arrays.making import tell_written
 from ..arrays.memory import Array, overlap, overlaps_itself
 from ..arrays.torch_tensors import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, join_words
+from ..problem import page_scales
 from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
 from ..problem.checks import check_layout, check_pages_left, new_counts, packed_counts
-from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, our_layout
+from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, Scales, our_layout
 from ..problem.problem import LAYOUTS
 from ..problem.signatures import public
+
+_TOKENS = ("float32", "float16", "bfloat16")  # of what is stored as codes
 
 
 @public()
@@ -33,6 +36,8 @@ def append_paged(
     new_lengths: Ints | None = None,
     layout: Layout = "bhld",
     engine: Engine | None = None,
+    k_scales: Scales | None = None,
+    v_scales: Scales | None = None,
 ) -> Any:
     """Writes new keys and values into the caller's pages, after the tokens that each sequence has there.
 
@@ -45,13 +50,17 @@ def append_paged(
         k_lengths: keys of each sequence so far. On a GPU this, the block table and new_lengths may be int32 or int64
             tensors of that GPU, which nobody waits for: a sequence that has no room, or a page that does not exist,
             stays as it is, and synchronize() raises it.
-        k: (batch, kv_heads, n_new, head_dim), or as `layout` says; of the pages' dtype and kind, where they lie.
+        k: (batch, kv_heads, n_new, head_dim), or as `layout` says; of the pages' kind, where they lie, and of their
+            dtype; for pages of codes float32, float16 or bfloat16.
         v: (batch, kv_heads, n_new, value_dim). Without v_pages, k and v are latents and their rotary parts, which lie
             side by side in k_pages; or k alone has both.
         new_lengths: new tokens of each sequence, where some have fewer than n_new. For "lhd" they add up to all tokens;
             default all to a single sequence, else one each.
         layout: of k and v: "bhld", "blhd", or "lhd" for packed (total new, heads, dim).
         engine: as for attention().
+        k_scales, v_scales: of pages of codes, as attention_paged() takes them. For tokens and heads, (pages, page_size,
+            kv_heads), they are written: a row's largest magnitude over the largest code. Others are read: a code is
+            x / scale, rounded to nearest, of two to the even one, and -128 to 127 of int8 at most.
 
     Returns:
         The new lengths, of k_lengths' kind, for attention_paged() and the next call. Tokens are written past the old
@@ -88,12 +97,22 @@ def append_paged(
             "v: expected an array, as v_pages is one; got None. Where values are the first columns of k_pages, give "
             "v_pages=None."
         )
-    pages_k, pages_v, new_k, new_v = (describe(x, name, gpu=True) for name, x in named)
+    pages_k, pages_v, new_k, new_v = (describe(x, name, gpu=True, codes="pages" in name) for name, x in named)
     if v_pages is not None:
         _check_target(pages_k, pages_v)
-    for x, target in ((new_k, pages_k), (new_v, pages_v)):
-        _check_like(x, target)
     is_on_gpu = engines.is_on_gpu(engine, pages_k)
+    scales = None
+    if pages_k.dtype in PAGE_CODES or k_scales is not None or v_scales is not None:
+        given = page_scales.as_arrays(k_scales, v_scales, are_one=v_pages is None)
+        page_scales.check_codes(pages_k, pages_v, new_k, given, on_gpu=is_on_gpu)
+        if v_pages is None and v is not None:
+            raise UnsupportedError(
+                "v: expected None beside k_pages of codes, whose rows have one scale; got a rotary part. Give whole "
+                "rows as k."
+            )
+        scales = _describe_scales(given, pages_k, pages_v)
+    for x, target in ((new_k, pages_k), (new_v, pages_v if scales is None else new_k)):
+        _check_like(x, target, _TOKENS if scales is not None and x is new_k else (target.dtype,))
     if v_pages is None and is_on_gpu:
         raise UnsupportedError(
             "v_pages: expected pages of values on a GPU, whose kernels read no values from k_pages; got None. Give "
@@ -118,7 +137,10 @@ def append_paged(
     now = _convert_lengths(k_lengths, [a + b for a, b in zip(before, counts, strict=True)])
     for x in pages:
         tell_written(x)
-    own.append(pages, new, ours, table, list(before), counts)
+    for x in scales or ():
+        if len(x.shape) == 3:
+            tell_written(x)
+    own.append(pages, new, ours, table, list(before), counts, scales)
     return now
 
 
@@ -127,7 +149,7 @@ def _split_latents(k_pages: Any, k: Any, v: Any) -> list[tuple[str, Any]]:
 
     The second part has no columns where k alone has whole rows.
     """
-    pages, new = describe(k_pages, "k_pages", gpu=True), describe(k, "k", gpu=True)
+    pages, new = describe(k_pages, "k_pages", gpu=True, codes=True), describe(k, "k", gpu=True)
     _check_target(pages, pages)
     row, columns = pages.shape[-1], new.shape[-1] if new.shape else 0
     way = f"Give latents and rotary parts of {row} columns together as k and v, or whole rows of k_pages as k alone."
@@ -161,12 +183,36 @@ def _check_target(k: Array, v: Array) -> None:
         raise ArgumentError("v_pages: expected memory of its own; got some of k_pages'.")
 
 
-def _check_like(x: Array, other: Array) -> None:
-    """Raises unless an array is of another's dtype and kind, on its device."""
-    if x.dtype != other.dtype:
+def _describe_scales(given: tuple[Any, Any], k: Array, v: Array) -> tuple[Array, Array]:
+    """Returns where scales of keys and values lie; raises unless what is written of them has memory of its own."""
+    of_keys = page_scales.describe_scales("k_scales", given[0], k)
+    if given[1] is given[0] and v.name == k.name:
+        of_values, found = of_keys, [of_keys]
+    else:
+        of_values = page_scales.describe_scales("v_scales", given[1], v)
+        found = [of_keys, of_values]
+    for n, x in enumerate(found):
+        if len(x.shape) < 3:
+            continue
+        if not x.writeable:
+            raise ArgumentError(f"{x.name}: expected memory that can be written; got a read-only array. Use a copy.")
+        if overlaps_itself(x):
+            raise ArgumentError(f"{x.name}: expected a place of its own for every scale; got strides {x.strides}.")
+        for other in (k, v, *found[:n], *found[n + 1 :]):
+            if overlap(x, other):
+                raise ArgumentError(f"{x.name}: expected memory of its own; got some of {other.name}'.")
+    return of_keys, of_values
+
+
+def _check_like(x: Array, other: Array, dtypes: tuple[str, ...] = ()) -> None:
+    """Raises unless an array is of another's kind, on its device, and of its dtype, or of one of some dtypes."""
+    dtypes = dtypes or (other.dtype,)
+    if x.dtype not in dtypes:
+        wanted = f"dtype {other.dtype}, as {other.name} has"
+        if dtypes is _TOKENS:
+            wanted = f"{join_words(_TOKENS)}, to be stored as {other.dtype}"
         raise ArgumentTypeError(
-            f"{x.name}: expected dtype {other.dtype}, as {other.name} has; got {x.dtype}. Convert it first: "
-            f"{conversion(x.name, other.dtype)}."
+            f"{x.name}: expected {wanted}; got {x.dtype}. Convert it first: {conversion(x.name, dtypes[0])}."
         )
     if (x.kind == "torch") != (other.kind == "torch"):
         raise ArgumentTypeError(

@@ -90,7 +90,7 @@ _OPTIONS = {
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
     "kv_cache_dtype is_fp8_kvcache k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales "
-    "are a KVCache's: KVCache(dtype='int8', 'fp8' or 'int4')",
+    "are a KVCache's, KVCache(dtype='int8', 'fp8' or 'int4'), or attention_paged's, k_scales= and v_scales=",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {
@@ -189,8 +189,9 @@ _STORED = {
     "kv_layout": "nothing: pages are FlashInfer's 'NHD'; of 'HND' k_pages.swapaxes(1, 2), and so v_pages",
     "slot_mapping batch_indices positions": "nothing: block_table= and k_lengths= say where",
     "page_size block_size": "nothing: it is the second dimension of k_pages",
-    "k_scale v_scale k_descale v_descale kv_cache_dtype kv_data_type": "nothing: pages of yours hold no codes; those "
-    "of PagePool(dtype='fp8') do, and find scales themselves",
+    "k_scale k_descale": "k_scales=, of pages of codes: a number, or one for each head, channel, or token and head",
+    "v_scale v_descale": "v_scales=, of pages of codes: a number, or one for each head, channel, or token and head",
+    "kv_cache_dtype kv_data_type": "nothing: it is the pages' own dtype; those of codes take k_scales= and v_scales=",
 }
 _KEYS = {
     **_STORED,

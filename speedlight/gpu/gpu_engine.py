@@ -68,8 +68,10 @@ class GpuEngine(Engine):
         return differentiate.prepare(request, layout, stated, operands.q, precision)
 
     def append(
-        self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any
-    ) -> torch.Tensor:
+        self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any,
+        scales: tuple[Array, Array] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        assert scales is None  # pages of codes are refused
         return append_paged(pages, new, layout, table, before, counts)
 
     def merge(self, outs: list[Array], lses: list[Array]) -> tuple[torch.Tensor, torch.Tensor]:

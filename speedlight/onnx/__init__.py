@@ -1,4 +1,5 @@
-"""ONNX's Attention, RotaryEmbedding and TensorScatter, computed here: for its reference evaluator, and as a backend.
+"""ONNX's Attention, RotaryEmbedding and TensorScatter, and ONNX Runtime's GroupQueryAttention, computed here: for its
+reference evaluator, and as a backend.
 
 >>> import numpy as np, onnx.helper, onnx.reference, speedlight.onnx
 >>> node = onnx.helper.make_node("Attention", ["q", "k", "v"], ["y"], is_causal=1)
@@ -28,11 +29,13 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from .. import ArgumentError
+from .grouped import GroupQueryAttention
 from .operators import Attention, RotaryEmbedding, TensorScatter
 
 __all__ = [
     "OPS",
     "Attention",
+    "GroupQueryAttention",
     "Prepared",
     "RotaryEmbedding",
     "TensorScatter",
@@ -43,7 +46,7 @@ __all__ = [
     "supports_device",
 ]
 
-OPS: list[type[OpRun]] = [Attention, RotaryEmbedding, TensorScatter]
+OPS: list[type[OpRun]] = [Attention, GroupQueryAttention, RotaryEmbedding, TensorScatter]
 """What `onnx.reference.ReferenceEvaluator(model, new_ops=speedlight.onnx.OPS)` computes here."""
 
 _FIRST = {"Attention": 23, "RotaryEmbedding": 23, "TensorScatter": 24}  # opsets

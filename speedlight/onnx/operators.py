@@ -28,7 +28,7 @@ _PRECISIONS = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, Tens
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _errors_of(operator: Library) -> Callable[[_F], _F]:
+def errors_of(operator: Library) -> Callable[[_F], _F]:
     """Gives errors the operator's names of inputs, and kinds that the evaluator lets pass: it wraps TypeErrors."""
 
     def decorate(run: _F) -> _F:
@@ -70,7 +70,7 @@ class Attention(OpRun):
     (1, 3, 32)
     """
 
-    @_errors_of(ATTENTION)
+    @errors_of(ATTENTION)
     def _run(
         self,
         Q: np.ndarray,
@@ -91,8 +91,8 @@ class Attention(OpRun):
         softcap: float = 0.0,
         softmax_precision: int | None = None,
     ) -> tuple[np.ndarray, ...]:
-        q = _split_heads("Q", Q, "q_num_heads", q_num_heads)
-        k, v = (_split_heads(n, x, "kv_num_heads", kv_num_heads) for n, x in (("K", K), ("V", V)))
+        q = split_heads("Q", Q, "q_num_heads", q_num_heads)
+        k, v = (split_heads(n, x, "kv_num_heads", kv_num_heads) for n, x in (("K", K), ("V", V)))
         past = 0 if past_key is None else past_key.shape[2]
         k, v = _join_past(k, v, past_key, past_value)
         if nonpad_kv_seqlen is not None and past_key is not None:
@@ -102,7 +102,7 @@ class Attention(OpRun):
             is_causal != 0,
             _read_window(left_window_size, right_window_size),
             _check_scale(scale, q.shape[-1]),
-            _check_softcap(softcap),
+            check_softcap(softcap),
             _choose_dtype(Q, K, V, softmax_precision),
         )
         weights = check_index("qk_matmul_output_mode", qk_matmul_output_mode, 4) == 3 and len(self.output) > 3
@@ -200,7 +200,7 @@ class _Call(NamedTuple):
         return np.where(shown, s, s.dtype.type(-np.inf))
 
 
-def _split_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np.ndarray:
+def split_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np.ndarray:
     """Returns a view of (batch, heads, length, dim)."""
     if x.ndim == 4:
         if heads not in (None, x.shape[1]):
@@ -277,7 +277,7 @@ def _check_scale(scale: float | None, dim: int) -> float:
     return scale
 
 
-def _check_softcap(softcap: float | None) -> float | None:
+def check_softcap(softcap: float | None) -> float | None:
     if not softcap:
         return None
     if not softcap > 0:
@@ -317,7 +317,7 @@ class RotaryEmbedding(OpRun):
     [-1.0, -1.0, 1.0, 1.0]
     """
 
-    @_errors_of(ROTARY)
+    @errors_of(ROTARY)
     def _run(
         self,
         X: np.ndarray,
@@ -329,7 +329,7 @@ class RotaryEmbedding(OpRun):
         num_heads: int | None = None,
         rotary_embedding_dim: int = 0,
     ) -> tuple[np.ndarray]:
-        x = _split_heads("X", X, "num_heads", num_heads)
+        x = split_heads("X", X, "num_heads", num_heads)
         dims = rotary_embedding_dim or x.shape[-1]
         for name, t in (("cos_cache", cos_cache), ("sin_cache", sin_cache)):
             expected = 3 if position_ids is None else 2
@@ -363,7 +363,7 @@ class TensorScatter(OpRun):
     [1.0, 0.0, 0.0, 1.0]
     """
 
-    @_errors_of(SCATTER)
+    @errors_of(SCATTER)
     def _run(
         self,
         past_cache: np.ndarray,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.array import listed
-from ..arrays.dtypes import CODES, code_cache, conversion
+from ..arrays.dtypes import ALL_CODES, code_cache, conversion
 from ..arrays.integers import integer, is_one
 from ..arrays.layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from ..arrays.memory import Array
@@ -214,9 +214,10 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         raise ArgumentError(
             f"q: expected head_dim {stored.head_dim}, as {stored.keeper} has; got {dim} (shape {q.shape})."
         )
-    if stored.dtype in CODES:
+    is_coded, in_pages = stored.dtype in ALL_CODES, stored.keeper == "k_pages"
+    if is_coded:
         if q.dtype == "float64":
-            over = code_cache(stored.dtype)
+            over = f"pages of {stored.dtype}" if in_pages else code_cache(stored.dtype)
             raise ArgumentTypeError(f"q: expected float32, float16 or bfloat16 over {over}; got float64.")
     elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
         way = f"Convert it first: {conversion('q', stored.dtype)}."
@@ -237,9 +238,9 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         way = of_stored_heads(layout, sizes)
         raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).{way}")
     fields = {
-        "quantised": stored.dtype if stored.dtype in CODES else None,
-        "latent_codes": stored.latent and stored.dtype in CODES,
-        "widened": stored.dtype if are_widened(stored.dtype, q.dtype) else None,
+        "quantised": stored.dtype if is_coded else None,
+        "latent_codes": stored.latent and is_coded,
+        "widened": stored.dtype if are_widened(stored.dtype, q.dtype) or (is_coded and in_pages) else None,
         "items": stored.items,
         "first_row": None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
     }

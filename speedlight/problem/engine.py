@@ -33,9 +33,10 @@ class Engine(ABC):
 
     @abstractmethod
     def append(
-        self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any
-    ) -> Any:
-        """Stores new tokens in the caller's pages, behind those of each sequence.
+        self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: Any, before: Any, counts: Any,
+        scales: tuple[Array, Array] | None = None,
+    ) -> Any:  # fmt: skip
+        """Stores new tokens in the caller's pages, behind those of each sequence; with scales as codes.
 
         Returns the lengths after it where resident_tables() gave those before; else nothing is read of what it returns.
         """

@@ -74,6 +74,10 @@ class PagedKeys(NamedTuple):
     v: Array
     tables: PageTables
     is_placed: bool = False  # with lengths on the device: queries begin at q_start, else the last is at the last key
+    k_scales: Array | None = (
+        None  # of codes, (pages, page_size, heads) of float32: strides are 0 where several have one
+    )
+    v_scales: Array | None = None
 
 
 class Operands(NamedTuple):

@@ -45,6 +45,7 @@ Keys = AnyArray | tuple[AnyArray, AnyArray] | list[AnyArray]  # or two parts, si
 Int = SupportsIndex  # Python's, NumPy's, a tensor of one
 Ints = Sequence[Int] | AnyArray
 BlockTable = AnyArray | Sequence[Ints]
+Scales = float | AnyArray  # of codes in pages
 Window = tuple[int | None, int | None]
 Mask = MaskFunction | Expression | AnyArray
 Score = ScoreFunction | Expression | AnyArray
@@ -132,11 +133,13 @@ class ArrayCall(AllOptions, total=False):
 
 
 class PagedCall(PagedOptions, total=False):
-    """Options of attention_paged(), the array that it writes to and the engine."""
+    """Options of attention_paged(), the array that it writes to, the engine, and scales of codes."""
 
     out: AnyArray | None
     engine: Engine | None
     value_dim: Int | None
+    k_scales: Scales | None
+    v_scales: Scales | None
 
 
 class StepCall(StepOptions, total=False):

@@ -18,7 +18,6 @@ import numpy as np
 
 from ..arrays import torch_tensors
 from ..arrays.array import describe
-from ..arrays.dtypes import DTYPES
 from ..arrays.making import count_write, deliver, fresh
 from ..arrays.memory import DIMS, PLACE, Array
 from ..arrays.torch_tensors import has_bytes
@@ -242,6 +241,5 @@ def _reach_of(x: Array | np.ndarray) -> tuple[int, int]:
     """Returns the first byte of an array and one past the last, from its address."""
     if 0 in x.shape:
         return 0, 0
-    size = x.itemsize if isinstance(x, np.ndarray) else DTYPES[x.dtype][1]
     reach = [(n - 1) * step for n, step in zip(x.shape, x.strides, strict=True)]
-    return sum([min(0, n) for n in reach]), sum([max(0, n) for n in reach]) + size
+    return sum([min(0, n) for n in reach]), sum([max(0, n) for n in reach]) + x.itemsize

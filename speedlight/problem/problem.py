@@ -86,12 +86,12 @@ class Problem:
 
     @property
     def key_dtype(self) -> str:
-        """The dtype of keys and values in memory, where they are not codes."""
+        """The dtype of keys and values in memory, where they are not a cache's codes."""
         return self.widened or self.dtype
 
     @property
     def key_storage(self) -> str:
-        return DTYPES[self.key_dtype][0]
+        return DTYPES[self.key_dtype][0] if self.key_dtype in DTYPES else self.key_dtype
 
     @property
     def dropout_divisor(self) -> float:

@@ -12,11 +12,12 @@ import numpy as np
 
 from ..arrays import latents
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES, CodeFormat
+from ..arrays.dtypes import ALL_CODES, CODES, CodeFormat
 from ..arrays.memory import Array
 from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, join_words, shown
 from ..host.rounding import standard
+from ..problem.block_tables import page_lists
 from ..problem.checks import (
     MOST,
     cache_dtype,
@@ -30,8 +31,9 @@ from ..problem.checks import (
     states_of,
 )
 from ..problem.gradients import SINKS
-from ..problem.options import AllOptions, Options
+from ..problem.options import AllOptions, Options, PagedOptions
 from ..problem.philox import MOST_POSITIONS, kept
+from ..problem.problem import LAYOUTS
 from ..problem.rotary_angles import RotaryOptions, rotation_of
 from ..problem.signatures import public
 from .backward_bounds import (
@@ -84,6 +86,90 @@ def attention(
         for place in case.heads():
             place.solve(out, lse)
     return (case.outward(out), lse) if return_lse else case.outward(out)
+
+
+@public(PagedOptions, leaves_graph=False)
+@standard
+def attention_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    k_lengths: Any,
+    *,
+    return_lse: bool = False,
+    value_dim: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
+    **options: Unpack[PagedOptions],
+) -> Any:
+    """Returns the exact result of `speedlight.attention_paged` with the same arguments should return, in float64.
+
+    Keys are codes times k_scales, exactly, whatever kind of scales they are.
+
+    Args:
+        q, k_pages, v_pages, block_table, k_lengths, value_dim, k_scales, v_scales: as for `speedlight.attention_paged`.
+        return_lse: also return the log-sum-exp.
+        **options: as for `speedlight.attention_paged`.
+
+    Returns:
+        float64 NumPy arrays of the shapes that `speedlight.attention_paged` returns.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q, codes = np.ones((1, 1, 1, 4), np.float32), np.full((2, 3, 1, 4), 100, np.int8)
+    >>> sl.reference.attention_paged(q, codes, codes, [[1]], [2], k_scales=0.5, v_scales=[0.25])[0, 0, 0, 0]
+    np.float64(25.0)
+    """
+    check_flag("return_lse", return_lse)
+    given = Options.of(attention_paged, options).spelled()
+    is_latent = v_pages is None
+    k_pages, v_pages = latents.resolve_joined(k_pages, v_pages, value_dim)
+    keys = _numbers_in_pages(k_pages, k_scales)
+    values = _numbers_in_pages(v_pages, None if is_latent else v_scales)
+    if is_latent:
+        values = keys[..., : values.shape[-1]]
+    numbers, lengths = page_lists(block_table, k_lengths, keys.shape[0], keys.shape[1], 0)
+    k, v = (_gather(x, numbers, lengths, given.layout) for x in (keys, values))
+    queries = describe(q, "q")
+    rows = queries.shape[LAYOUTS[given.layout][-2]]
+    if given.layout == "lhd":
+        offsets = range(len(lengths) + 1) if given.cu_seqlens_q is None else given.cu_seqlens_q
+        of_keys = (0, *np.cumsum(lengths, dtype=np.int64).tolist())
+        given = replace(given, cu_seqlens_q=offsets, cu_seqlens_k=of_keys)
+    else:
+        q_lengths = (rows,) * len(lengths) if given.q_lengths is None else given.q_lengths
+        given = replace(given, q_lengths=q_lengths, k_lengths=lengths)
+    dtype = queries.numpy().dtype
+    case = Case(queries.numpy(), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype), given)
+    case.k, case.v = case.inward(k), case.inward(v)
+    out, lse = case.results()
+    lse[...] = -np.inf
+    with np.errstate(all="ignore"):
+        for place in case.heads():
+            place.solve(out, lse)
+    return (case.outward(out), lse) if return_lse else case.outward(out)
+
+
+def _numbers_in_pages(pages: Any, scales: Any) -> np.ndarray:
+    """Returns pages (pages, page_size, kv_heads, dim) in float64: of codes, times their scales."""
+    numbers = describe(pages, "k_pages", codes=True).numpy().astype(np.float64)
+    if scales is None:
+        return numbers
+    factors = _float64(scales)
+    if factors.ndim in (1, 3):  # of heads, of tokens and heads: a row's columns have one
+        factors = factors[..., None]
+    return numbers * factors
+
+
+def _gather(pages: np.ndarray, numbers: np.ndarray, lengths: tuple[int, ...], layout: str) -> np.ndarray:
+    """Returns the tokens of sequences in pages, in a layout: packed, or padded with zeros."""
+    rows = [pages[which].reshape(-1, *pages.shape[2:])[:n] for which, n in zip(numbers, lengths, strict=True)]
+    if layout == "lhd":
+        return np.concatenate(rows)
+    padded = np.zeros((len(rows), max(lengths, default=0), *pages.shape[2:]))
+    for item, x in enumerate(rows):
+        padded[item, : len(x)] = x
+    return padded if layout == "blhd" else padded.swapaxes(1, 2) if layout == "bhld" else padded[0].swapaxes(0, 1)
 
 
 @public(AllOptions, leaves_graph=False)
@@ -280,14 +366,22 @@ def _codes_of(codes: Any, *, int8: bool) -> str | None:
     """Returns the dtype of codes that error_bound() is given."""
     if codes is None:
         return "int8" if int8 else None
-    name = cache_dtype(codes)
-    if name not in CODES:
-        raise ArgumentTypeError(f"codes: expected {join_words(CODES)}; got {name}, of which a cache keeps every bit.")
-    return name
+    return _name_of_codes("codes", codes)
+
+
+def _name_of_codes(name: str, dtype: Any) -> str:
+    """Returns the name of a dtype of codes, of a cache or of the caller's pages."""
+    found: Any = str(dtype).removeprefix("torch.")
+    found = found if found in ALL_CODES else cache_dtype(dtype)
+    if found not in ALL_CODES:
+        raise ArgumentTypeError(
+            f"{name}: expected {join_words(ALL_CODES)}; got {found}, of which a cache keeps every bit."
+        )
+    return found
 
 
 @standard
-def quantise(x: Any, dtype: Any, *, block: Any = None) -> tuple[np.ndarray, np.ndarray]:
+def quantise(x: Any, dtype: Any, *, block: Any = None, scales: Any = None) -> tuple[np.ndarray, np.ndarray]:
     """Quantises tokens as a cache of codes does. A code times its scale is near the number.
 
     A scale is of `block` neighbouring elements of a row, and the last block may have fewer. A block with NaN or
@@ -303,11 +397,13 @@ def quantise(x: Any, dtype: Any, *, block: Any = None) -> tuple[np.ndarray, np.n
 
     Args:
         x: (…, dim) of float32, float16 or bfloat16: each row of dim elements, a token's of one head, is by itself.
-        dtype: "int8", "float8_e4m3fn" or "int4", as KVCache takes it.
+        dtype: "int8", "float8_e4m3fn" or "int4", as KVCache takes it; "float8_e5m2", as pages of append_paged() may be.
         block: elements that share a scale. Default a whole row, of int4 32. A cache of latents has 128.
+        scales: given ones, which broadcast to x. Quotients beyond the codes, which are -128 to 127 of int8, become the
+            nearest one. NaN is NaN in float8, 0 in int8. By a scale that is not above 0 all is 0.
 
     Returns:
-        codes (…, dim) and scales (…, blocks), both as float32. The numbers are
+        codes (…, dim) and scales (…, blocks), or those that are given, both as float32. The numbers are
         codes * scales.repeat(block, -1)[..., :dim], or codes * scales where a row has one scale.
 
     >>> import numpy as np, speedlight as sl
@@ -318,20 +414,21 @@ def quantise(x: Any, dtype: Any, *, block: Any = None) -> tuple[np.ndarray, np.n
     >>> codes.tolist(), scales.tolist()
     ([[-8.0, 2.0, -1.0]], [[-0.5]])
     """
-    name = cache_dtype(dtype)
-    if name not in CODES:
-        raise ArgumentTypeError(f"dtype: expected {join_words(CODES)}; got {name}, of which a cache keeps every bit.")
+    name = _name_of_codes("dtype", dtype)
     given = describe(x, "x")
-    check_tokens(given.dtype, "x", name)
+    check_tokens(given.dtype, "x", name if name in CODES else "int8")
     rows = given.numpy().astype(np.float32)
+    if scales is not None:
+        factors = _float64(scales).astype(np.float32)
+        return _codes_by(rows, factors, ALL_CODES[name]), factors
     dim = rows.shape[-1]
-    each = (CODES[name].block if block is None else size("block", block, 1)) or max(dim, 1)
+    each = (ALL_CODES[name].block if block is None else size("block", block, 1)) or max(dim, 1)
     count = -(-dim // each) or 1
     blocks = np.zeros((*rows.shape[:-1], count * each), np.float32)
     blocks[..., :dim] = rows
     blocks = blocks.reshape(*rows.shape[:-1], count, each)
     with np.errstate(all="ignore"):
-        codes, scales = (_ggml_codes if CODES[name].is_packed else _nearest_codes)(blocks, CODES[name])
+        codes, scales = (_ggml_codes if ALL_CODES[name].is_packed else _nearest_codes)(blocks, ALL_CODES[name])
     return codes.reshape(*rows.shape[:-1], count * each)[..., :dim].copy(), scales[..., 0]
 
 
@@ -340,9 +437,22 @@ def _nearest_codes(blocks: np.ndarray, row: CodeFormat) -> tuple[np.ndarray, np.
     last = np.float32(row.largest)
     most = np.abs(blocks).max(axis=-1, keepdims=True, initial=0.0)
     scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
-    ratios = np.where(scales > 0, np.clip(blocks / scales, -last, last), np.float32(0))
+    return _rounded(np.where(scales > 0, np.clip(blocks / scales, -last, last), np.float32(0)), row), scales
+
+
+def _codes_by(rows: np.ndarray, scales: np.ndarray, row: CodeFormat) -> np.ndarray:
+    """Returns the codes nearest to rows over scales that are given."""
+    last = np.float32(row.largest)
+    is_whole = row.library == "numpy"  # as -128, but not NaN
+    with np.errstate(all="ignore"):
+        ratios = np.where(scales > 0, np.clip(rows / scales, -last - is_whole, last), np.float32(0))
+        return _rounded(np.where(np.isnan(ratios), np.float32(0), ratios) if is_whole else ratios, row)
+
+
+def _rounded(ratios: np.ndarray, row: CodeFormat) -> np.ndarray:
+    """Returns the nearest codes, of two the even one."""
     digits = row.digits - np.maximum(np.frexp(ratios)[1], row.least)  # after the point
-    return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
+    return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits))
 
 
 def _ggml_codes(blocks: np.ndarray, row: CodeFormat) -> tuple[np.ndarray, np.ndarray]:

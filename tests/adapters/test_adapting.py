@@ -23,7 +23,7 @@ from speedlight.flash_attn import v3, v4
 from speedlight.flash_attn.options import V2, V3, V4
 from speedlight.flash_mla import FLASH_MLA, flash_mla_with_kvcache, get_mla_metadata
 from speedlight.jax import JAX
-from speedlight.onnx import operators
+from speedlight.onnx import grouped, operators
 from speedlight.torch.dot_product import TORCH
 from speedlight.transformers.attending import attention_forward
 from speedlight.transformers.options import TRANSFORMERS
@@ -44,6 +44,7 @@ CALLS = {
     JAX: [speedlight.jax.dot_product_attention],
     operators.ATTENTION: [operators.Attention._run],
     operators.ROTARY: [operators.RotaryEmbedding._run],
+    grouped.GROUPED: [grouped.GroupQueryAttention._run],
 }
 ADVICE = "try its adapter's tests, then say so in its Library's `tested` and in docs/faq.md"
 

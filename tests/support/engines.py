@@ -19,8 +19,7 @@ from speedlight.host.tunings import RegisterTiles
 
 # sums in registers at once, and few: as instructions are unrolled, a kernel has half as many
 SMALL_TILES = RegisterTiles(
-    16, (2, 2, 2), ((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 1, 2), (1, 1, 1)), ((2, 1, 2), (1, 1, 1)),
-    ((2, 2), (2, 1)),
+    16, (2, 2, 2), *[((2, 1), (1, 1))] * 4, *[((2, 1, 2), (1, 1, 1))] * 3, ((2, 2), (2, 1)),
 )  # fmt: skip
 
 

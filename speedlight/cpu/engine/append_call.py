@@ -17,7 +17,7 @@ from ...problem.problem import LAYOUTS
 from ...problem.tokens import TokenShape
 from ..memory.blocks import Store
 from ..memory.records import APPEND, BLOCK, ENDLESS, RUN
-from ..memory.shape import AppendShape, Source
+from ..memory.shape import AppendShape, Scaling, Source
 from ..runtime.compile import Kernel
 from ..runtime.launch import Launch, threads_for
 from ..runtime.tuned import tuning_of
@@ -27,11 +27,21 @@ _BYTES = 4e9  # per second of a thread that stores tokens, read and written
 _STREAM_BYTES = 8 << 20  # from so much on it goes past the caches: no line is read to be written over
 _TICKET_BYTES = 1 << 16  # read by a ticket, where there are several threads
 _CALL = slice(APPEND.word("k"), APPEND.word("k") + 4)
+_SCALES = slice(APPEND.word("k_scales"), APPEND.word("k_scales") + 2)
 _MOST_TOKENS = 64  # of a block of a raw page
 _BY_BYTES = {2: "float16", 4: "float32", 8: "float64"}  # raw tokens are moved as they are
-_IN_PAGE = ("size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column")
 _WORDS, _RUN = len(APPEND.names), len(RUN.names)
 _SLOTS, _LISTS = (slice(_WORDS + RUN.word(name), None, _RUN) for name in ("slot", "list"))
+
+
+class PageScales(NamedTuple):
+    """The layout of the scales of codes in raw pages: distances in bytes."""
+
+    scaling: Scaling
+    head: int
+    page: int
+    row: int
+    column: int
 
 
 class InPage(NamedTuple):
@@ -44,6 +54,7 @@ class InPage(NamedTuple):
     v_row: int
     v_column: int
     lines: bool  # rows are whole cache lines
+    scales: tuple[PageScales, PageScales] | None = None  # of codes: of keys and values
 
 
 class Blocks(NamedTuple):
@@ -132,15 +143,16 @@ class AppendCall:
         return self.launch.size
 
     def start(
-        self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None, *, first: bool = False
-    ) -> tuple[Kernel, Any] | None:
+        self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None, *, first: bool = False,
+        scales: tuple[int, ...] = (),
+    ) -> tuple[Kernel, Any] | None:  # fmt: skip
         """Stores them, or returns the kernel with which tasks store them, and its arguments, to be held meanwhile.
 
         first: they are stored before any task begins.
 
         What lies at the first two addresses, of keys and values, goes into the blocks at the other two. slots: of each
         sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do not lie side by
-        side.
+        side. scales: of codes in raw pages, addresses of their scales.
         """
         launch = self.launch
         if not launch.tickets:
@@ -150,6 +162,8 @@ class AppendCall:
         words[_SLOTS] = slots
         if lists is not None:
             words[_LISTS] = lists
+        if scales:
+            words[_SCALES] = scales
         if self.within and not first:
             return launch.kernel, words
         launch.run(words)
@@ -163,7 +177,7 @@ def _bytes_of(x: New) -> int:
 
 def _storage_of(dtype: str) -> str:
     """Returns how kernels name a dtype."""
-    return dtype if dtype in CODES else DTYPES[dtype][0]
+    return DTYPES[dtype][0] if dtype in DTYPES else dtype
 
 
 def _shape_of(blocks: Blocks, k: New, v: New, moved: int) -> AppendShape:
@@ -174,7 +188,9 @@ def _shape_of(blocks: Blocks, k: New, v: New, moved: int) -> AppendShape:
     lines &= k.dtype not in CODES  # which are moved in less than a line
     streams = moved >= _STREAM_BYTES and lines and blocks.isa.arch == "x86_64"
     latent = tokens.latent and raw is None
-    return AppendShape(blocks.isa, _storage_of(tokens.dtype), keys, values, streams, raw is not None, latent)
+    scaling = None if raw is None or raw.scales is None else (raw.scales[0].scaling, raw.scales[1].scaling)
+    stored, is_raw = _storage_of(tokens.dtype), raw is not None
+    return AppendShape(blocks.isa, stored, keys, values, streams, is_raw, latent=latent, scaling=scaling)
 
 
 def _words_of(blocks: Blocks, k: New, v: New) -> dict[str, int]:
@@ -188,7 +204,19 @@ def _words_of(blocks: Blocks, k: New, v: New) -> dict[str, int]:
         "kv_heads": tokens.kv_heads, "head_dim": tokens.head_dim, "value_dim": tokens.value_dim,
         "fixed": blocks.fixed, "ring": blocks.ring,
     }  # fmt: skip
-    return words if blocks.raw is None else words | dict(zip(_IN_PAGE, blocks.raw[:-1], strict=True))
+    raw = blocks.raw
+    if raw is None:
+        return words
+    words |= {
+        "size": raw.size, "page_blocks": raw.blocks,
+        "to_k_row": raw.k_row, "to_k_column": raw.k_column, "to_v_row": raw.v_row, "to_v_column": raw.v_column,
+    }  # fmt: skip
+    for name, x in zip(("k", "v"), raw.scales or (), strict=False):
+        words |= {
+            f"{name}_scale_head": x.head, f"{name}_scale_block": x.page,
+            f"{name}_scale_row": x.row, f"{name}_scale_column": x.column,
+        }  # fmt: skip
+    return words
 
 
 def _runs_of(k: New, v: New, counts: list[int], numbers: int) -> np.ndarray:
@@ -206,23 +234,30 @@ def _runs_of(k: New, v: New, counts: list[int], numbers: int) -> np.ndarray:
 
 def append_paged(
     pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: np.ndarray, before: list[int],
-    counts: list[int],
+    counts: list[int], scales: tuple[Array, Array] | None = None,
 ) -> None:  # fmt: skip
-    """Stores new tokens, which were checked, behind those that sequences have in pages of a block table."""
+    """Stores new tokens, which were checked, behind those that sequences have in pages of a block table.
+
+    scales: of pages of codes, by their number of dimensions (problem/page_scales.py): of tokens and heads they are
+    found and stored, others are given.
+    """
     if not any(counts) or 0 in pages[0].shape[:3]:
         return
-    prepared, given = _prepare((*new, *pages), layout, counts), (*new, *pages)
+    of_codes = scales or ()
+    given = (*new, *pages, *of_codes)
+    prepared = _prepare(given, layout, counts)
     ends = [(x.address + low, x.address + high) for x, (low, high) in zip(given, prepared.reach, strict=True)]
     if any([a < high and low < b for a, b in ends[:2] for low, high in ends[2:]]):  # they may lie where they go
-        given = (*[describe(x.numpy().copy(), x.name) for x in new], *pages)
+        given = (*[describe(x.numpy().copy(), x.name) for x in new], *pages, *of_codes)
         prepared = _prepare(given, layout, counts)
-    lists = np.ascontiguousarray(table, np.int64)
-    prepared.put.start(tuple([x.address for x in given]), before, row_addresses(lists)[: len(counts)])
+    lists = row_addresses(np.ascontiguousarray(table, np.int64))[: len(counts)]
+    addresses, of_scales = ([x.address for x in several] for several in (given[:4], of_codes))
+    prepared.put.start(tuple(addresses), before, lists, scales=tuple(of_scales))
 
 
 def _prepare(given: tuple[Array, ...], layout: str, counts: list[int]) -> Prepared:
-    """Returns the call that stores k and v in k_pages and v_pages."""
-    isa, threads, lines = current_isa(), get_threads(), [x.address % 64 for x in given[2:]] == [0, 0]
+    """Returns the call that stores k and v in k_pages and v_pages, of codes with scales."""
+    isa, threads, lines = current_isa(), get_threads(), [x.address % 64 for x in given[2:4]] == [0, 0]
     arrays = tuple([(x.shape, x.strides, x.dtype) for x in given])
     key = CallKey("append", layout, arrays, (threads, isa.name), (lines, *counts))
 
@@ -237,24 +272,41 @@ def _places(
     arrays: tuple[Array, ...], layout: str, counts: list[int], isa: Isa, lines: bool
 ) -> tuple[Blocks, New, New]:
     """Returns where tokens go, and where they come from. `lines`: pages begin on cache lines."""
-    _, _, keys, values = arrays
-    (_, page_size, heads, dim), value_dim, element = keys.shape, values.shape[3], DTYPES[keys.dtype][1]
+    _, _, keys, values, *scales = arrays
+    (_, page_size, heads, dim), value_dim, element = keys.shape, values.shape[3], keys.itemsize
     size = max(n for n in range(1, _MOST_TOKENS + 1) if page_size % n == 0)
     size = size if size * size >= page_size or size == _MOST_TOKENS else page_size  # a prime is taken as it is
     _, *axes = (0, *LAYOUTS[layout]) if layout == "lhd" else LAYOUTS[layout]
     new = [(x.strides[axes[0]], x.strides[axes[1]], x.strides[axes[2]]) for x in arrays[:2]]  # head, row, column
     pages = [(x.strides[2], x.strides[1], x.strides[3]) for x in (keys, values)]
     rows = [n * element for n in (dim, value_dim)]
-    if all([steps[::2] == (n, element) for steps, n in zip((*new, *pages), rows * 2, strict=True)]):
+    if all([steps[::2] == (n, element) for steps, n in zip((*new, *pages), rows * 2, strict=True)]) and not scales:
         dim, value_dim, heads = dim * heads, value_dim * heads, 1  # a token's heads are one row
-    lines &= not any([n % 64 for n in (*rows, *keys.strides[:3], *values.strides[:3])])
+    lines &= not scales and not any([n % 64 for n in (*rows, *keys.strides[:3], *values.strides[:3])])
     (k_head, k_row, k_column), (v_head, v_row, v_column) = pages
-    inside = InPage(size, page_size // size, k_row, k_column, v_row, v_column, lines)
-    shape = TokenShape(1, heads, dim, value_dim, _BY_BYTES[element])
+    of_codes = (_page_scales(scales[0], dim), _page_scales(scales[1], value_dim)) if scales else None
+    inside = InPage(size, page_size // size, k_row, k_column, v_row, v_column, lines, of_codes)
+    shape = TokenShape(1, heads, dim, value_dim, keys.dtype if scales else _BY_BYTES[element])
     blocks = Blocks(shape, isa, k_head, keys.strides[0], v_head, values.strides[0], raw=inside)
     first, nth, nowhere = [*itertools.accumulate(counts, initial=0)][:-1], range(len(counts)), [0] * len(counts)
-    k, v = (
-        New(shape.dtype, head, row, column, [n * row for n in first] if layout == "lhd" else items, nowhere)
-        for (head, row, column), items in zip(new, ([i * x.strides[0] for i in nth] for x in arrays[:2]), strict=True)
-    )
+    dtypes = [x.dtype if scales else shape.dtype for x in arrays[:2]]
+    items = [
+        [n * row for n in first] if layout == "lhd" else [i * x.strides[0] for i in nth]
+        for x, (_, row, _) in zip(arrays[:2], new, strict=True)
+    ]
+    k, v = (New(dtype, *steps, at, nowhere) for dtype, steps, at in zip(dtypes, new, items, strict=True))
     return blocks, k, v
+
+
+def _page_scales(x: Array, dim: int) -> PageScales:
+    """Returns how scales, given as (), (heads,), (heads, dim) or (pages, page_size, heads), lie for rows of `dim`."""
+    match x.strides:
+        case ():
+            return PageScales("given", head=0, page=0, row=0, column=0)
+        case (head,):
+            return PageScales("given", head, page=0, row=0, column=0)
+        case (head, column):
+            return PageScales("channels", head, page=0, row=0, column=column)
+        case (page, row, head) if dim:
+            return PageScales("found", head, page, row, column=0)
+    return PageScales("given", head=0, page=0, row=0, column=0)  # no columns: what whole rows have is not theirs

@@ -60,6 +60,7 @@ class Together:
         """lists: held, since the stages have their addresses."""
         problem = call.problem
         self.result_layout, self.put, self.stages, self.lists = call.result_layout, call.put, stages, lists
+        self.is_scaled = call.is_scaled
         self.state_bytes = sum(problem.q_lengths) * problem.q_heads * state_bytes(problem)
         self.seed = problem.seed
 
@@ -69,17 +70,21 @@ class Together:
         new.call = self
         return new
 
-    def run(self, addresses: tuple[int, ...], seed: int | None, prefix: tuple[int, int] = (0, 0)) -> None:
+    def run(
+        self, addresses: tuple[int, ...], seed: int | None, prefix: tuple[int, int] = (0, 0),
+        scales: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         """Fills out and lse: each stage goes on from the states that those before have left.
 
-        addresses: of q, k, v, out and lse. prefix: of keys and values that lie in memory of their own.
+        addresses: of q, k, v, out and lse. prefix: of keys and values that lie in memory of their own. scales: as for
+        Call.run().
         """
         scratch, (q, k, v, *results) = take_scratch(self.state_bytes), addresses
         try:
             for call, items, _, is_apart in self.stages:
                 keys = prefix if is_apart else (k, v)
                 at = ctypes.addressof(scratch)
-                call.run_on((q, *keys, *results), at, items, self.seed if seed is None else seed)
+                call.run_on((q, *keys, *results), at, items, self.seed if seed is None else seed, scales)
         finally:
             give_scratch(scratch)
 
@@ -93,7 +98,7 @@ class Together:
             before = list(map(sub, lengths, self.put.counts))
             self.put.start((at[1], at[2], *store), before, [*lists], first=True)
         keys = store if store != (0, 0) else (at[1], at[2])
-        self.run((at[0], *keys, out, lse), seed)
+        self.run((at[0], *keys, out, lse), seed, scales=(at[3], at[4]) if self.is_scaled else None)
 
 
 def find_together(call: Call, lists: PageLists, lengths: list[int], key: Any) -> Together | None:

@@ -36,8 +36,11 @@ class CpuEngine(Engine):
         """Fills the results; returns the call, which can run again at other addresses. All precisions are "ieee"."""
         call = self.prepare(problem, rows, keys)
         rotary = None if keys.k.rest is None else (keys.k.rest.address,)
+        scales = None
+        if isinstance(keys, PagedKeys) and keys.k_scales is not None and keys.v_scales is not None:
+            scales = keys.k_scales.address, keys.v_scales.address
         addresses = rows.q.address, keys.k.address, keys.v.address, results.out.address, results.lse_address
-        call.run(*addresses, rotary=rotary)
+        call.run(*addresses, rotary=rotary, scales=scales)
         return call
 
     def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> forward_call.Call:
@@ -52,12 +55,12 @@ class CpuEngine(Engine):
 
     def append(
         self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: np.ndarray, before: list[int],
-        counts: list[int],
+        counts: list[int], scales: tuple[Array, Array] | None = None,
     ) -> None:  # fmt: skip
         with importing:
             from . import append_call
 
-        append_call.append_paged(pages, new, layout, table, before, counts)
+        append_call.append_paged(pages, new, layout, table, before, counts, scales)
 
     def merge(self, outs: list[Array], lses: list[Array]) -> tuple[Any, Any]:
         with importing:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays.dtypes import STORAGE_BYTES
+from ...arrays.dtypes import ELEMENT_BYTES, STORAGE_BYTES
 from ...errors import ArgumentError
 from ...expressions.program import Program
 from ...host.forks import importing
@@ -36,6 +36,7 @@ from ..memory.records import (
     NEW,
     NUMBERS,
     ROTARY,
+    SCALES,
     STATE,
     STATE_SUMS,
     STATES,
@@ -60,7 +61,7 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa) -> Call:
     """Prepares everything that addresses don't change."""
     keys = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
-    strides = keys.strides(problem.key_dtype)
+    strides = keys.strides(problem.quantised or problem.key_dtype)
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
@@ -111,7 +112,7 @@ def _shape(
 ) -> Shape:  # fmt: skip
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
-    of_keys = cached, problem.quantised
+    of_keys = cached, problem.quantised if cached else None
     of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial, resumed
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
@@ -154,6 +155,8 @@ class Call:
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self._others: Any = (None,)  # what the last run of other lengths had
         self.put: AppendCall | None = None  # what stores new tokens of a cache first
+        # codes lie in arrays, and their scales
+        self.is_scaled = problem.quantised is not None and problem.widened is not None
         self.in_parts, self.lies = in_parts, {"cached": cached, "latent": latent, "in_parts": in_parts}
         self.strides = strides
         self.together: Any = (None, None)  # what the last sequences shared, and how they were taken (cascade.py)
@@ -199,6 +202,7 @@ class Call:
         lengths: Sequence[int] | None = None, lists: Sequence[int] | None = None,
         new: tuple[Kernel, Any] | None = None, state: tuple[int, int, int, int] | None = None,
         tables: Any = None, keys: tuple[int, ...] | None = None, rotary: tuple[int, ...] | None = None,
+        scales: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         """Fills out (and lse, unless 0) at these addresses.
 
@@ -206,7 +210,7 @@ class Call:
         key. lists: of pages, as these. new: the kernel with which tasks store new tokens first (heads_alone), and its
         arguments. state: the words that a partial problem has beside the addresses (records.FORWARD). tables: as
         Launch.tables_at() has them. keys: strides that are others, as _other_items() takes them. rotary: of keys in two
-        parts, the second's address.
+        parts, the second's address. scales: of codes in arrays, the addresses of their scales.
         """
         more: tuple[Words, ...] = ()
         if state is not None:
@@ -219,6 +223,8 @@ class Call:
                 more += ((NUMBERS, (tables[1].ctypes.data,)),)
         if rotary is not None:
             more += ((slice(ROTARY.start, ROTARY.start + 1), rotary),)
+        if scales is not None:
+            more += ((SCALES, scales),)
         items_at, threads = self.items_at, 0
         if lengths is not None:
             known = self._others
@@ -262,18 +268,23 @@ class Call:
         return call
 
     def run_on(
-        self, addresses: tuple[int, ...], states: int, items: Mapping[int, Sequence[int]], seed: int | None
-    ) -> None:
+        self, addresses: tuple[int, ...], states: int, items: Mapping[int, Sequence[int]], seed: int | None,
+        scales: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         """Runs rows that go on from states: fills out and lse, or leaves the states.
 
         addresses: of q, k, v, out and lse. states: of the first row's. items: by the number of their word (ITEM).
+        scales: as for run().
         """
         table = self.items_type.from_buffer_copy(self.items_bytes)
         for word, values in items.items():
             table[word :: len(ITEM)] = [*values]
         call = *addresses, self.counts_at, ctypes.addressof(table)
         seed = self.problem.seed if seed is None else seed
-        self.launch.run_in_scratch(call, seed, ((STATES[self.how.kind], (states,)),))
+        more: tuple[Words, ...] = ((STATES[self.how.kind], (states,)),)
+        if scales is not None:
+            more += ((SCALES, scales),)
+        self.launch.run_in_scratch(call, seed, more)
 
     def run_again(
         self, places: bytes, out: int, lse: int, seed: int, lengths: Sequence[int] | None, lists: Sequence[int] | None,
@@ -293,7 +304,7 @@ class Call:
             return
         lie = array_places(places)
         q, k, v = lie[0][0], *store
-        new = tables = keys = count = rotary = None
+        new = tables = keys = count = rotary = scales = None
         if self.put is not None:
             assert lengths is not None
             before = list(map(sub, lengths, self.put.counts))
@@ -303,6 +314,8 @@ class Call:
             rotary = (lie[2][0],)
         elif store == (0, 0):
             k, v = lie[1][0], lie[2][0]
+        if self.is_scaled:
+            scales = (lie[3][0], lie[4][0])
         if self.rows:
             count = lie[1][1][self.rows]
             lengths = [count] * lie[0][1][0]
@@ -311,7 +324,7 @@ class Call:
                 keys = (*keys[:4], *keys)
         if self.places:
             tables = self.launch.tables_at(self.places, arrays, lie[3:], count)
-        self.run(q, k, v, out, lse, seed, lengths, lists, new, None, tables, keys, rotary)
+        self.run(q, k, v, out, lse, seed, lengths, lists, new, None, tables, keys, rotary, scales)
 
     def _strides_of(self, array: tuple[int, tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the strides of heads, rows, columns and items of keys or values; 0 where one item serves all."""
@@ -422,7 +435,7 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
 
     Nothing of arrays that stay in the caches: there a wrong guess takes lines away from another thread.
     """
-    own, keys = STORAGE_BYTES[problem.storage], STORAGE_BYTES[problem.key_storage]
+    own, keys = STORAGE_BYTES[problem.storage], ELEMENT_BYTES[problem.key_dtype]
     of_rows, of_keys = sum(problem.q_lengths) * problem.q_heads * own, sum(problem.k_lengths) * problem.kv_heads * keys
     if how.parts > 1 or (of_rows + of_keys) * (problem.head_dim + problem.value_dim) < _KEPT * level2_bytes():
         return {}

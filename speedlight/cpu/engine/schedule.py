@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...arrays.dtypes import CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
+from ...arrays.dtypes import ALL_CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
@@ -72,7 +72,7 @@ def count_scales(problem: Problem) -> tuple[int, int]:
     """Counts the scales of a key and of a value; none where there are no codes. The rest of a latent counts as one."""
     if problem.quantised is None:
         return 0, 0
-    size = LATENT_BLOCK if problem.latent_codes else CODES[problem.quantised].block
+    size = LATENT_BLOCK if problem.latent_codes else ALL_CODES[problem.quantised].block
     if not size:
         return 1, 1
     values = -(-problem.value_dim // size)
@@ -317,6 +317,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         slots=-(-problem.value_dim // isa.lanes(problem.storage)),
         vector=isa.vector_bytes,
         scales=count_scales(problem)[1] * (codes_of(problem) == "blocks"),
+        lists_scales=problem.quantised is not None and problem.widened is not None,
     )
     if tasks * spans * sizes.states > _PARTIALS:
         parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
@@ -342,7 +343,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
 
 def token_bytes(problem: Problem) -> int:
     """Returns the bytes of a token's keys and values."""
-    bits = CODES[problem.quantised].bits if problem.quantised else 8 * STORAGE_BYTES[problem.key_storage]
+    bits = ALL_CODES[problem.quantised].bits if problem.quantised else 8 * STORAGE_BYTES[problem.key_storage]
     return problem.kv_heads * (problem.head_dim + problem.value_dim) * bits // 8
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..language.prototypes import prototype
-from ..language.vector import I64, Function, Module, Value, Variable, vec
+from ..language.vector import F32, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.records import ENDLESS, field
 
 _AT_ONCE = 8  # addresses of one store
@@ -37,6 +37,20 @@ def locate(module: Module, tokens: int) -> Any:
                 leave_if(at.get() >= p["end"])
                 _locate_run(k, tokens, base, steps, (size, fixed, ring), (at, regular, expected))
     return k.finish(regular.get())
+
+
+def stage_scales(module: Module, locate: Any, unit: float) -> Any:
+    """to[i] = scale of token start + i, for all below `end`, times `unit`: of codes in arrays, page by page as keys.
+
+    places: room for addresses.
+    """
+    k = module.function("stage_scales", prototype("a* places* to* pages* base* page_bytes row start end"))
+    p = k.p
+    k.call(locate, *[p[name] for name in ("a", "places", "pages", "base", "page_bytes", "row", "start", "end")])
+    with k.range(0, p["end"] - p["start"]) as i:
+        scale = k.load(F32, k.load(PTR, p["places"], i * 8))
+        k.store(scale if unit == 1 else scale * unit, p["to"], i * 4)
+    return k.finish()
 
 
 def _locate_pages(k: Function, tokens: int, base: Value, steps: Value, regular: Variable) -> None:

@@ -1,5 +1,5 @@
-"""The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as codes with scales; or in
-the rows of somebody else's pages. Codes of a file are moved as they are, too; the caller stores their scales.
+"""The kernel that stores new tokens, as they are or as codes with scales: in a cache's or a pool's blocks, or in the
+rows of somebody else's pages. Codes of a file are moved as they are, too; the caller stores their scales.
 
 A ticket is some heads of some blocks of a run of tokens. A whole block is written in vectors, of keys transposed in
 registers; where only some of its tokens are new, token by token.
@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ...arrays.dtypes import CODES, STORAGE_BYTES
+from ...arrays.dtypes import ALL_CODES, STORAGE_BYTES
 from ..language.conversions import load, narrowed, widened
 from ..language.functions import like, quotient
 from ..language.prototypes import prototype
@@ -51,7 +51,7 @@ def _task(module: Module, s: AppendShape, keys: Any, values: Any) -> Any:
     first = slot // size + which % each // groups * a.blocks
     last = k.min(first + a.blocks, (end + (size - 1)) // size)
     parts = [
-        (f, dim, *(getattr(a, f"{name}_{x}") for x in ("row", "column", "head")), getattr(a, f"to_{name}_head"),
+        (name, f, dim, *(getattr(a, f"{name}_{x}") for x in ("row", "column", "head")), getattr(a, f"to_{name}_head"),
          getattr(a, f"to_{name}_block"), getattr(a, name) + getattr(run, f"{name}_at"),
          getattr(a, f"to_{name}") + getattr(run, f"to_{name}_at"),
          [getattr(a, f"to_{name}_{x}") for x in ("row", "column")] if s.raw else [])
@@ -70,20 +70,30 @@ def _task(module: Module, s: AppendShape, keys: Any, values: Any) -> Any:
                 place.set(k.load(I64, k.pointer(numbers), block << 3))
         number, inside = place.get(), block % of_page * size if s.raw else k.i64(0)
         with k.range(first_head, k.min(first_head + a.heads, a.kv_heads)) as head:
-            for f, dim, row, column, from_head, to_head, to_block, source, target, steps in parts:
+            for name, f, dim, row, column, from_head, to_head, to_block, source, target, steps in parts:
                 at = source + head * from_head + token * row
                 to = target + head * to_head + number * to_block
                 if s.raw:
                     to = to + inside * steps[0]
                 ahead = k.select(a.heads > 1, from_head, row * BLOCK)  # to what is next
-                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim, ahead, *steps)
+                scales = _scales_at(k, a, name, head, number, inside) if s.scaling else []
+                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim, ahead, *steps, *scales)
     return k.finish()
+
+
+def _scales_at(k: Function, a: Words, name: str, head: Value, number: Value, inside: Value) -> list[Value]:
+    """Returns where the scales of a head's tokens in a block of a page begin, and their distances."""
+    of_head, of_page, row, column = (getattr(a, f"{name}_scale_{x}") for x in ("head", "block", "row", "column"))
+    at = getattr(a, f"{name}_scales") + head * of_head + number * of_page + inside * row
+    return [k.pointer(at), row, column]
 
 
 def _block(module: Module, s: AppendShape, name: str) -> Any:
     """Writes what stores new tokens as those from `low` to `high` of a block."""
-    in_pages = " to_row to_column" * s.raw
+    in_pages = " to_row to_column" * s.raw + " scales* scale_row scale_column" * (s.scaling is not None)
     k = module.function(name, prototype(f"source* block* low high row column dim ahead{in_pages}"))
+    if s.scaling is not None:
+        return _CodesInPages(k, s, name).tokens()
     if s.raw:
         return _InPages(k, s, name).tokens()
     block = _way(s, name)(k, s, name)
@@ -306,7 +316,7 @@ class _Columns:
 
     def __init__(self, k: Function, s: AppendShape, dim: Value) -> None:
         self.k, self.dim, self.each = k, dim, s.scale_block
-        self.scale_bytes = CODES[s.stored].scale_bytes
+        self.scale_bytes = ALL_CODES[s.stored].scale_bytes
         self.number = (dim + (self.each - 1)) // self.each if self.each else k.i64(1)
         self.header = self.number * (BLOCK * self.scale_bytes)
 
@@ -559,6 +569,48 @@ class _Nibbles(_Coded):
             with k.range(0, self.count) as index:
                 there = k.load(I8, self.block, to + index) & others
                 k.store(there | k.load(I8, self.room, index), self.block, to + index)
+
+
+class _CodesInPages(_Codes):
+    """Rows of codes in somebody's page, whose scales lie in an array: they are given, or found and stored there."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        assert s.scaling is not None
+        self.scaling = s.scaling[0 if name == "keys" else 1]
+
+    def tokens(self) -> Any:
+        """Stores all new tokens, one after another."""
+        k, p = self.k, self.k.p
+        with k.range(p["low"], p["high"]) as lane:
+            row, to = k.at(p["source"], (lane - p["low"]) * p["row"]), lane * p["to_row"]
+            scales = k.at(p["scales"], lane * p["scale_row"])
+            if self.scaling == "found":
+                k.store(self.scale_of(self.largest(row)), scales)
+
+            with k.either(p["to_column"].equals(1)) as (side_by_side, apart):
+                with side_by_side:
+                    for index, count in self.vectors_then_tail(self.dim, BLOCK):
+                        self.store(self.codes_of(row, scales, index, count), to + index)
+                with apart, k.range(0, self.dim) as index:
+                    self.store(self.codes_of(row, scales, index, 0), to + index * p["to_column"])
+        return k.finish()
+
+    def codes_of(self, row: Value, scales: Value, index: Value, count: int) -> Value:
+        """Returns codes of so many elements of a token side by side; of one, where that is 0."""
+        k = self.k
+        x = self.numbers(row, index, count)
+        if self.scaling == "channels":
+            each = k.p["scale_column"]
+            if count:
+                scale = self.gather(F32, lambda lane: k.load(F32, scales, (index + lane) * each), count)
+            else:
+                scale = k.load(F32, scales, index * each)
+        else:
+            scale = k.load(F32, scales)
+            scale = k.splat(scale, count) if count else scale
+        narrow = self.format.narrow if self.scaling == "found" else self.format.narrow_given
+        return narrow(k, x, scale)
 
 
 def _transposed_bytes(k: Function, rows: list[Value]) -> list[Value]:

@@ -17,7 +17,7 @@ from ..language.vector import I1, I64, Function, Module, Value
 from ..memory.records import BLOCK, PLACES, ROW, ROW_AT, STATE_SUMS
 from ..memory.shape import Shape
 from ..products.product import product_of
-from .addresses import locate
+from .addresses import locate, stage_scales
 from .dropping import drop_row
 from .lower import expression_row
 from .row_scores import FEW_ROWS, score, score_heads, score_row
@@ -28,6 +28,7 @@ from .row_weights import (
     clear_row,
     merge_row,
     rescale,
+    scale_rows,
     scale_scores,
     store_row,
     value_tiles,
@@ -49,8 +50,10 @@ class _Parts:
         product = product_of(s)
         self.score = product.flushed(m, score(m, s))
         self.drop = drop_row(m, s) if s.dropout else None
-        self.rescale = rescale(m, s) if s.format.is_coded else None
-        self.scale_scores = scale_scores(m, s) if s.format.is_coded and s.together > 1 else None
+        self.rescale = rescale(m, s) if s.format.is_coded and s.cached else None
+        self.scale_scores = scale_scores(m, s) if s.format.is_coded and s.cached and s.together > 1 else None
+        self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
+        self.scale_rows = [scale_rows(m, s, of_weights=x) for x in (False, True)] if s.lists_scales else []
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         in_step = s.cached and self.visibility is None and self.scale_scores is None
@@ -330,6 +333,7 @@ class _Task(Work):
             k.call(parts.score, self.scratch, *arguments)
             if parts.scale_scores is not None:
                 k.call(parts.scale_scores, self.scratch, self.k_places, count, self.rows)
+            self.scale_by_lists("k", start, count)
         regular = self.locate(self.v_places, "v", start, count)
         joint = self.weigh(start, count, clear)
         k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
@@ -339,6 +343,7 @@ class _Task(Work):
             with k.range(0, self.count_scales()) as n:
                 to, at = k.at(self.scaled_weights(first), n * self.scaled_row), n * (BLOCK * s.scale_bytes)
                 k.call(parts.rescale, self.weights(first), to, self.v_places, count, at, self.rows)
+        self.scale_by_lists("v", start, count)
         self.begin_sums()
         shared = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
         self.add_values(shared, regular)
@@ -347,6 +352,15 @@ class _Task(Work):
             with k.when(shared < end):
                 k.call(parts.careful, *self.value_arguments(r, shared, end, regular), count - 1)
             self.accumulate(r)
+
+    def scale_by_lists(self, name: str, start: Value, count: Value) -> None:
+        """Multiplies scores ("k"), or weights ("v"), of all rows by the scales of codes in arrays."""
+        k, parts = self.k, self.parts
+        if not parts.scale_rows:
+            return
+        to = self.part("scales")
+        self.list_scales(parts.stage_scales, name, self.head, (self.k_places, to), start, start + count)
+        k.call(parts.scale_rows[name == "v"], self.scores, to, count, self.rows)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
         """Finds the addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to

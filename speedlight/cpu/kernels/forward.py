@@ -19,7 +19,7 @@ from ..memory.formats import load_scales
 from ..memory.records import BLOCK, ENDS, LANES, PLACES, ROW_AT, Item
 from ..memory.shape import Shape
 from ..products.product import product_of
-from .addresses import locate
+from .addresses import locate, stage_scales
 from .dropping import drop_tile
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panel_products import score_tile
@@ -54,6 +54,7 @@ class _Parts:
         self.pack = pack_queries(m, s)
         self.stage_keys, self.stage_values = product.stage_tiles(m)
         self.locate = locate(m, s.piece)
+        self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
         self.store = store_panel(m, s, self.log)
         goes_on = s.partial or s.resumed
         self.resume, self.leave = (load_state(m, s), store_state(m, s)) if goes_on else (None, None)
@@ -341,10 +342,10 @@ class _Task(PanelWork):
             if not s.cached:
                 self.locate(v_places, "v", start, count)
             many, row = (s.count_units(count), v_row) if s.cached else (count, a.v_row)
-            row = s.format.offset(dim) if s.format.is_coded else row
+            row = s.format.offset(dim) if s.format.is_coded and s.cached else row
             k.call(self.parts.stage_values, v_staged, v_places, row, a.v_column, many, dim, dim, k.i64(0))
         if s.format.is_coded:
-            self.stage_scales(k_places, v_places, count)
+            self.stage_scales(k_places, v_places, start, count)
         k_staged_row = units * s.number_bytes
         if s.stages_blocks:
             k_staged = self.list_blocks(k_staged, k_staged_row, k.at(k_places, 64 * 8))
@@ -432,10 +433,14 @@ class _Task(PanelWork):
         pages = k.pointer(self.item.pages)
         return k.call(self.parts.locate, k.p["a"], places, pages, base, page, row, start, start + count)
 
-    def stage_scales(self, k_places: Value, v_places: Value, count: Value) -> None:
+    def stage_scales(self, k_places: Value, v_places: Value, start: Value, count: Value) -> None:
         """Stages a tile's scales, side by side: of keys, then of values."""
         k = self.k
         s, a = self.s, self.a
+        if s.lists_scales:
+            for name, to in zip(("k", "v"), self.scales(), strict=True):
+                self.list_scales(self.parts.stage_scales, name, self.head, (k_places, to), start, start + count)
+            return
         dims = a.value_dim if s.latent else a.head_dim, a.value_dim
         for places, to, columns in zip((k_places, v_places), self.scales(), dims, strict=True):
             with k.range(0, count, BLOCK) as j:

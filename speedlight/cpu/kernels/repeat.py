@@ -42,6 +42,8 @@ from ..memory.records import (
     READER,
     REPEAT,
     RUN,
+    SCALED,
+    SCALES,
     SCRATCH,
     TABLED,
     TABLES,
@@ -711,6 +713,8 @@ def _pack_function(module: Module) -> Any:
         v_at.set(place(2, "address"))
     with k.when(grows):
         _write_growth(p, place)
+    with k.when(p.of_call("scaled").differs(0)):
+        p.put_words(SCALES, *[place(t, "address") for t in SCALED])
     _write_tables(p, place, grows)
     scratch = p.address(p.part("scratch"))
     arrived = k.select(p.of_call("arrived_count") > 0, p.address(p.part("arrived")), k.i64(0))

@@ -197,6 +197,19 @@ def rescale(module: Module, s: Shape) -> Any:
     return k.finish()
 
 
+def scale_rows(module: Module, s: Shape, *, of_weights: bool) -> Any:
+    """Multiplies rows of scores, or weights, by scales that lie side by side."""
+    k = module.function("scale_weights" if of_weights else "scale_rows", prototype("rows* scales* count n_rows"))
+    p, n = k.p, s.lanes
+    with k.range(0, p["count"], n) as j:
+        scale = k.load(s.vector, p["scales"], j * 4)
+        with k.range(0, p["n_rows"]) as r:
+            at = r * score_row(s) + j * 4
+            x = k.load(s.vector, p["rows"], at)
+            k.store(rescale_weights(k, s, x, scale) if of_weights else x * scale, p["rows"], at)
+    return k.finish()
+
+
 def scale_scores(module: Module, s: Shape) -> Any:
     """Multiplies scores of codes by their keys' scales, where those were left out."""
     k = module.function("scale_scores", prototype("scores* places* count rows"))
@@ -222,7 +235,8 @@ def _steps_together(s: Shape) -> int:
 
 def _step_row(k: Function, s: Shape) -> Value:
     """Bytes of a row of a cache's values: of codes those of a key, or of a pair in bytes; else of a unit."""
-    return s.format.offset(k.p["value_dim"]) if s.format.is_coded else s.step_bytes(k.p["value_row"])
+    is_kept = s.format.is_coded and s.cached
+    return s.format.offset(k.p["value_dim"]) if is_kept else s.step_bytes(k.p["value_row"])
 
 
 def _column_bytes(s: Shape) -> int:
@@ -262,7 +276,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
 
 
 def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
-    """Writes the body of value_rows(): for slots that adjoin, where their vectors are loaded together, then the rest."""
+    """Writes the body of value_rows(): for slots that adjoin, then for the rest."""
     p, whole = k.p, k.i64(0)
     if product_of(s).loads_columns or s.scale_block:
         whole = p["value_dim"] // (s.lanes * together) * together

@@ -83,6 +83,16 @@ class Work:
         """Returns the address of an item's."""
         return getattr(self.a, name) + getattr(item, f"{name}_at") + head * getattr(self.a, f"{name}_head")
 
+    def list_scales(self, stage: Any, name: str, head: Value, lists: tuple[Value, Value], *tile: Value) -> None:
+        """Stages scales of keys ("k") or values ("v") of a kv head, which are codes in arrays, from a key to another.
+
+        lists: room for addresses, and where scales go.
+        """
+        k, a = self.k, self.a
+        of_head, page, row = (getattr(a, f"{name}_scale_{x}") for x in ("head", "page", "row"))
+        base = k.pointer(getattr(a, f"{name}_scales") + head * of_head)
+        k.call(stage, k.p["a"], *lists, k.pointer(self.item.pages), base, page, row, *tile)
+
     def count(self, full: Value, keys: Value) -> None:
         """Counts, in a counting run, a tile of `keys` keys, the first `full` of which all see; for plan() to agree
         with.

@@ -6,13 +6,14 @@ A coded format keeps a scale for each token and head beside the codes: code · s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
 
-from ...arrays.dtypes import CODES, DTYPES, STORAGE_BYTES
+from ...arrays.dtypes import CODES, DTYPES, PAGE_CODES, STORAGE_BYTES
 from ..language import conversions
 from ..language.functions import like
 from ..language.vector import F16, F32, I1, I8, I16, I32, Function, Value, lanes_of, vec
@@ -91,6 +92,15 @@ class Int8:
         number = Value(k, k.b.fptosi(whole.x, like(x, I32)))
         return k.trunc(k.select(live, number, k.const(0, number.type)), like(x, I8))
 
+    def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
+        """Codes of x by a scale that was given, whatever x is: from -128; 0 of NaN, and by a scale not above 0."""
+        live = scale > 0.0
+        ratio = x / k.select(live, scale, k.const(1.0, x.type))
+        zero = k.const(0.0, x.type)
+        whole = k.unary("rint", k.select((ratio.differs(ratio) ^ 1) & live, ratio, zero))
+        whole = k.min(k.max(whole, k.const(-self.last - 1, x.type)), k.const(self.last, x.type))
+        return k.trunc(Value(k, k.b.fptosi(whole.x, like(x, I32))), like(x, I8))
+
 
 class Float8:
     """float8_e4m3fn: a sign, four bits of exponent and three of mantissa; no infinity."""
@@ -137,6 +147,45 @@ class Float8:
         ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
         code = _round_to_float8(k, k.min(ratio, k.const(self.last, x.type)), x)
         return k.select(live, code, k.const(0, code.type))
+
+    def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
+        """Codes of x by a scale that was given, whatever x is: NaN of NaN, 0 by a scale not above 0."""
+        return _keep_nan(k, self.narrow(k, x, scale), x, scale)
+
+
+class Float8OfPages(Float8):
+    """float8_e4m3fn with its NaN, in the caller's pages."""
+
+    def number(self, k: Function, code: Value) -> Value:
+        """Returns a code, or a vector of them, in f32, over `unit`."""
+        return k.select((code & 0x7F).equals(0x7F), k.const(math.nan, like(code, F32)), super().number(k, code))
+
+
+class HalfFloat8:
+    """float8_e5m2: a sign, five bits of exponent and two of mantissa, as float16 begins; of the caller's pages."""
+
+    name, is_coded, in_pairs = "float8_e5m2", True, False
+    bits, last = PAGE_CODES[name].bits, float(PAGE_CODES[name].largest)
+    unit = 1.0
+
+    def offset(self, index: Value) -> Value:
+        return index
+
+    def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
+        """Loads one code, or `lanes` side by side, in f32."""
+        bits = _extended(k, load_codes(k, pointer, offset, lanes), I16) << 8
+        return k.extend(bits.bits(like(bits, F16)), like(bits, F32))
+
+    def narrow(self, k: Function, x: Value, scale: Value) -> Value:
+        """Codes of x by any scale; 0 where that is 0 or NaN."""
+        live = scale > 0.0
+        ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
+        code = _round_to_float8(k, k.min(ratio, k.const(self.last, x.type)), x, mantissa=2, bias=15)
+        return k.select(live, code, k.const(0, code.type))
+
+    def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
+        """Codes of x by a scale that was given, whatever x is: NaN of NaN, 0 by a scale not above 0."""
+        return _keep_nan(k, self.narrow(k, x, scale), x, scale)
 
 
 class Int4:
@@ -230,21 +279,30 @@ def _signed(k: Function, x: Value, shift: int) -> Value:
     return Value(k, k.b.ashr(x.x, k.const(shift, x.type).x))
 
 
-def _round_to_float8(k: Function, size: Value, signed: Value) -> Value:
-    """Returns a magnitude (f32, up to 448) as the bits of float8_e4m3fn, to nearest even, with the sign of another
-    number.
+def _keep_nan(k: Function, code: Value, x: Value, scale: Value) -> Value:
+    """Returns float8's NaN in place of a code where x is NaN, and its scale is above 0."""
+    return k.select(x.differs(x) & (scale > 0.0), k.const(0x7F, code.type), code)
 
-    2^e is its binade, or that of the smallest normal numbers. 2^e and a 2^20th of it is rounded to steps of 2^(e-23),
-    of which its last bits are the number; the digits of e come on top, in 8 bits, and what these have too much of is
-    there from the start.
+
+def _round_to_float8(k: Function, size: Value, signed: Value, mantissa: int = 3, bias: int = 7) -> Value:
+    """Returns a magnitude (f32, up to the largest) as the bits of a float8, to nearest even, with the sign of another
+    number. mantissa, bias: bits of its fraction, and its exponent's bias.
+
+    2^e is its binade, or that of the smallest normal numbers. 2^e and a 2^20th of it (of e4m3) is rounded to steps of
+    2^(e-23), of which its last bits are the number; the digits of e come on top, in 8 bits, and what these have too
+    much of is there from the start.
     """
     wide = like(size, I32)
-    bias = -(127 - 7 << 3) & 0xFF
-    binade = k.max(size.bits(wide), k.const((127 - 6) << 23, wide)) & 0x7F800000
-    steps = k.fma(size, k.const(2.0**-20, size.type), (binade | bias - 8).bits(size.type)).bits(wide)
-    return k.trunc(steps + (steps >> 20) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
+    excess = -(127 - bias << mantissa) & 0xFF
+    binade = k.max(size.bits(wide), k.const((128 - bias) << 23, wide)) & 0x7F800000
+    last_bits = k.const(2.0 ** (mantissa - 23), size.type)
+    steps = k.fma(size, last_bits, (binade | excess - (1 << mantissa)).bits(size.type)).bits(wide)
+    return k.trunc(steps + (steps >> 23 - mantissa) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
 
 
-TokenFormat = Plain | Int8 | Float8 | Int4
+TokenFormat = Plain | Int8 | Float8 | Int4 | HalfFloat8
 Codes = Int8 | Float8 | Int4
 FORMATS: dict[str, TokenFormat] = {x.name: x for x in (*map(Plain, STORAGE_BYTES), Int8(), Float8(), Int4())}
+PAGE_FORMATS: dict[str, TokenFormat] = {
+    x.name: x for x in (Int8(), Float8OfPages(), HalfFloat8())
+}  # of codes in arrays

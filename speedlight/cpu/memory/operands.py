@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.dtypes import DTYPES
+from ...arrays.dtypes import ELEMENT_BYTES
 from ...problem.operands import Dense, PagedKeys, Strides, step_of_items, stride_of
 from .records import ENDLESS, SLACK
 
@@ -39,6 +39,12 @@ class Pages:
     rotary_row: int = 0
     rotary_column: int = 0
     latent_dim: int = 0  # … and the first part's columns; 0: keys are whole
+    k_scale_head: int = 0  # of codes in arrays: their scales, likewise
+    k_scale_page: int = 0
+    k_scale_row: int = 0
+    v_scale_head: int = 0
+    v_scale_page: int = 0
+    v_scale_row: int = 0
     fixed: int = ENDLESS  # entries of a list before those that are a ring
     ring: int = 1
 
@@ -64,12 +70,18 @@ class Paged(NamedTuple):
                 pages, rotary_head=head, rotary_page=page, rotary_row=row, rotary_column=column,
                 latent_dim=keys.k.shape[3],
             )  # fmt: skip
+        if keys.k_scales is not None and keys.v_scales is not None:
+            k, v = keys.k_scales.strides, keys.v_scales.strides
+            pages = replace(
+                pages, k_scale_page=k[0], k_scale_row=k[1], k_scale_head=k[2], v_scale_page=v[0], v_scale_row=v[1],
+                v_scale_head=v[2],
+            )  # fmt: skip
         return cls(pages, keys.tables.addresses())
 
     def strides(self, dtype: str) -> Strides:
         """Returns what a schedule depends on."""
-        pages, size = self.pages, DTYPES[dtype][1]
-        strided = (not pages.lanes and x != size for x in (pages.k_column, pages.v_column))
+        pages = self.pages
+        strided = (not pages.lanes and x != ELEMENT_BYTES[dtype] for x in (pages.k_column, pages.v_column))
         adjoin = not pages.lanes and 0 < pages.k_head < pages.k_row
         # rows in one endless page lie as in an array
         is_paged, in_parts = pages.lanes or pages.size != ENDLESS, pages.latent_dim > 0
@@ -90,6 +102,7 @@ def words_of_keys(keys: Dense | Paged) -> dict[str, int]:
         return words
     pages = keys.pages
     names = ["k_head", "k_row", "k_column", "v_head", "v_row", "v_column", "k_page", "v_page"]
+    names += [f"{x}_scale_{of}" for x in ("k", "v") for of in ("head", "row", "page")]
     if pages.latent_dim:
         names += ["rotary_head", "rotary_row", "rotary_column", "rotary_page", "latent_dim"]
     words = {name: getattr(pages, name) for name in names}

@@ -107,6 +107,7 @@ WRONG = Record("noted", "b", "h", "i", "j", "lookup", "index", "pad7")
 
 TENSORS = 9  # what a backward pass reads, and the arrays of a mask and a score
 TABLED = range(3, 5)  # of a forward pass: the arrays of a mask and a score
+SCALED = range(3, 5)  # … or the scales of keys and values that are codes in arrays
 _OF_DIMS = [f"{name}{d}" for name in ("size", "stride") for d in range(DIMS)]
 # what an array is, with strides in elements, and where it lies, with strides in bytes
 ARRAY = Record("dtype", "dims", *_OF_DIMS)
@@ -128,6 +129,7 @@ REPEAT = Record(
     *_PARTS, "arrived", "wrong", "scratch",  # bytes from the room's first to each part
     *(f"{x}_{of}" for x in _PARTS for of in ("from", "count")),
     "arrived_count", "wrong_count",
+    "scaled",  # whether there are scales of codes (SCALED)
     *(f"{x}{t}" for t in TABLED for x in ("slot", "dims", "firsts", "first_count")),
 )  # fmt: skip
 
@@ -147,11 +149,15 @@ _COMMON = (
     "head_dim", "value_dim", "group", "causal", "c", "scale", "flip", "k_start", "numbers", "tables", "sinks",
     "drop_below", "divisor",
     "page_size", "page_fixed", "page_ring", "k_page", "v_page",
+    # of codes in arrays: where the scales of keys and values lie, new for each call; and their distances
+    "k_scales", "v_scales",
+    "k_scale_head", "k_scale_row", "k_scale_page", "v_scale_head", "v_scale_row", "v_scale_page",
 )  # fmt: skip
 TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
 CALL = slice(len(HEAD), len(HEAD) + len(_CALL))
 NUMBERS = slice(_COMMON.index("numbers"), _COMMON.index("numbers") + 1)
 TABLES = slice(_COMMON.index("tables"), _COMMON.index("tables") + 1)
+SCALES = slice(_COMMON.index("k_scales"), _COMMON.index("v_scales") + 1)
 KEYS = slice(_COMMON.index("k_head"), _COMMON.index("v_column") + 1)
 
 # of the kernel that stores new tokens; a run, of those that follow the arguments: tokens of a sequence
@@ -164,6 +170,10 @@ APPEND = Record(
     "fixed", "ring",  # blocks before those that are a ring, and those
     # of raw pages: tokens of a block, blocks of a page; distances in a page
     "size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column",
+    # of codes there: where the scales of keys and values lie, new for each call; their distances
+    "k_scales", "v_scales",
+    "k_scale_head", "k_scale_block", "k_scale_row", "k_scale_column",
+    "v_scale_head", "v_scale_block", "v_scale_row", "v_scale_column",
 )  # fmt: skip
 RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # list: of its blocks' numbers, or 0
 
@@ -232,6 +242,7 @@ class DecodeSizes(NamedTuple):
     slots: int  # vectors of a value
     vector: int  # bytes
     scales: int  # of a value, where they are of blocks of columns; else 0
+    lists_scales: bool  # codes lie in arrays, and their scales in others
 
     @property
     def states(self) -> int:
@@ -250,6 +261,7 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "numbers": lambda z: ROW.bytes * z.rows,  # [ROW, rows]
     "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values, each with those to fetch
     "scaled": lambda z: z.scales * z.rows * TILE * z.number,  # [scale, rows, TILE] weights times scales
+    "scales": lambda z: z.lists_scales * TILE * 4,  # of a tile's keys, or of its values, where they lie in arrays
 }
 
 # what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left

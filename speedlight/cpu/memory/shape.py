@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ...arrays.dtypes import CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
+from ...arrays.dtypes import ALL_CODES, CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
 from ...host.machine import PRODUCTS, Isa, sum_storage
 from ...host.tunings import TUNINGS, Fetching, RegisterTiles, shipped
 from .records import BLOCK
@@ -107,7 +107,9 @@ class Shape:
     @property
     def stages_blocks(self) -> bool:
         """Has codes of keys, which are widened block by block."""
-        return self.kind == "forward" and self.format.is_coded and not self.latent and self.together == 1
+        return (
+            self.kind == "forward" and self.format.is_coded and self.cached and not self.latent and self.together == 1
+        )
 
     @property
     def block_unit_bytes(self) -> int:
@@ -184,7 +186,7 @@ class Shape:
     @property
     def format(self) -> TokenFormat:
         """Format of keys and values in memory."""
-        return _formats()[self.quantised or self.widened or self.storage]
+        return _format_of(self.quantised or self.widened or self.storage, in_pages=not self.cached)
 
     @property
     def key_bytes(self) -> int:
@@ -201,14 +203,19 @@ class Shape:
     @property
     def scale_block(self) -> int:
         """Columns of codes that share a scale; 0: all of a row."""
-        if self.quantised is None:
+        if self.quantised is None or self.lists_scales:
             return 0
         return LATENT_BLOCK if self.latent else CODES[self.quantised].block
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a scale of codes."""
-        return 0 if self.quantised is None else CODES[self.quantised].scale_bytes
+        """Bytes of a scale of codes, ahead of a block's."""
+        return 0 if self.quantised is None or self.lists_scales else CODES[self.quantised].scale_bytes
+
+    @property
+    def lists_scales(self) -> bool:
+        """Has codes in arrays, whose scales lie in others."""
+        return self.format.is_coded and not self.cached
 
     def count_scales(self, columns: Any) -> Any:
         """Counts the scales of so many columns of codes."""
@@ -320,6 +327,10 @@ class Shape:
         return v * self.vector_bytes
 
 
+# whose scales in arrays codes have: found from each token, and stored; given, for all elements of a row, or for each
+Scaling = Literal["found", "given", "channels"]
+
+
 class Source(NamedTuple):
     """New keys, or values, as the caller has them."""
 
@@ -338,16 +349,17 @@ class AppendShape:
     streams: bool = False  # whole blocks, of rows of whole cache lines, go past the caches
     raw: bool = False  # to rows in pages of any size and strides
     latent: bool = False  # keys are the codes of latents, row by row, and values the rest of them, without codes
+    scaling: tuple[Scaling, Scaling] | None = None  # … as codes: of keys and values
     kind: ClassVar[str] = "append"
 
     @property
     def format(self) -> TokenFormat:
-        return _formats()[self.stored]
+        return _format_of(self.stored, in_pages=self.raw)
 
     @property
     def scale_block(self) -> int:
         """Codes of a row that share a scale; 0: all."""
-        return LATENT_BLOCK if self.latent else CODES[self.stored].block
+        return LATENT_BLOCK if self.latent else ALL_CODES[self.stored].block
 
     @property
     def pairs(self) -> bool:
@@ -372,7 +384,8 @@ def _types() -> Any:
 
 
 @functools.cache
-def _formats() -> dict[str, TokenFormat]:
-    from .formats import FORMATS
+def _format_of(name: str, *, in_pages: bool) -> TokenFormat:
+    """Returns a format by name; of codes that of a cache, or of the caller's pages."""
+    from .formats import FORMATS, PAGE_FORMATS
 
-    return FORMATS
+    return PAGE_FORMATS[name] if in_pages and name in PAGE_FORMATS else FORMATS[name]

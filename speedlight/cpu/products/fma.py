@@ -72,7 +72,7 @@ class Fma(OuterProduct):
         return (self.format if stored else self.given).widen(k, row, t * column)
 
     def stage_tiles(self, module: Module) -> tuple[Any, Any]:
-        if self.s.format.is_coded:
+        if self.s.format.is_coded and self.s.cached:
             keys = stage_latents(module, self.s) if self.s.latent else widen_blocks(self, module)
             return keys, stage_values(self, module)
         rows = stage_rows(self, module)

@@ -198,7 +198,7 @@ def record_of(call: Any) -> Record | None:
         "counts": call.counts_at, "partials": launch.partials_at, "arrived_count": launch.groups,
         "wrong_count": launch.threads if launch.lookups else 0,
         "alike": int(call.result_layout.alike), "new": 0 if put is None else put.counts[0],
-        "spans": spans_of(max(call.problem.k_lengths, default=0)),
+        "spans": spans_of(max(call.problem.k_lengths, default=0)), "scaled": int(call.is_scaled),
         **{f"slot{t}": -1 for t in TABLED},
     }  # fmt: skip
     if call.places:

@@ -369,7 +369,10 @@ def test_files_of_four_bits_have_two_codes_in_a_byte(rng, tmp_path):
     assert parts_of(sl.KVCache.load(path)) == parts_of(cache)
     for changed, message in (
         ({"key_scales.0": infinite}, "expected key_scales.0 of finite numbers"),
-        ({"key_scales.0": stored["key_scales.0"].astype(np.float32)}, "key_scales.0 of shape .* and dtype float16; got"),
+        (
+            {"key_scales.0": stored["key_scales.0"].astype(np.float32)},
+            "key_scales.0 of shape .* and dtype float16; got",
+        ),
         ({"value_nibbles.0": stored["value_nibbles.0"][..., :34].copy()}, "value_nibbles.0 of shape .* 35.* got .* 34"),
     ):
         write_arrays(path, stored | changed, words)
