@@ -146,7 +146,8 @@ def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
     tiles = s.tiles.code_scores if s.elements == 1 else s.tiles.coded_pairs
     if s.format.bits == 8:
         return tiles
-    return tuple([(rows, max(1, together // 2)) for rows, together in tiles])  # a line has more units, which take room
+    # a line has more units, which take the room of sums
+    return tuple([(rows, together if rows == 1 else max(1, together // 2)) for rows, together in tiles])
 
 
 def _score_blocks(k: Function, s: Shape, ahead: Value | None, rows: list[Value], j: Value, together: int) -> None:
