@@ -33,6 +33,8 @@ class RegisterTiles:
     paired_values: tuple[tuple[int, int, int], ...]
     gradients: tuple[tuple[int, int], ...]  # keys x vectors of columns, of dK and dV, the widest first, down to one
     key_vectors: int = 1  # decoding rows of keys: vectors of them at once
+    # decoding a cache: what all lanes share is loaded by each multiply-add that needs it, not once into a register
+    reloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,9 @@ _INTEL_TILES = (
 )  # fmt: skip
 # One vector of four keys would wait for its sum: 16 keys at once.
 _ARM_TILES = (replace(_TILES[0], narrow_scores=((4, 1), (1, 2)), key_vectors=4),)
-_REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "arm": _ARM_TILES, "other": _TILES}
+# A Zen 4 takes two 512-bit instructions a cycle, loads to registers among them.
+_ZEN4_TILES = (replace(_TILES[0], reloads=True), _TILES[1])
+_REGISTER_TILES = {"zen4": _ZEN4_TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "arm": _ARM_TILES, "other": _TILES}
 
 # Measured over 90 shapes on Zen 4 and Zen 5, over 20 on an Intel Xeon (docs/ladder.md). Units of 16 registers have no
 # room for enough sums of one vector: they take the row of other CPUs. Arm's are predicted (docs/systems.md).

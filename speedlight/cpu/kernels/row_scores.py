@@ -12,6 +12,7 @@ from typing import Any
 
 from ...problem.problem import TILE
 from ..language.prototypes import prototype
+from ..language.reloading import copies
 from ..language.vector import I64, PTR, Function, Module, Value
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK
@@ -174,8 +175,11 @@ def _score_groups(
     sums = []  # of each group its vectors of keys; of each row its query, and its sums
     for rows, blocks in groups:
         vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
-        queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
-        sums.append((vectors, [(x, [product.new_sum(k, k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
+        row_bytes, queries = p["units"] * s.number_bytes, k.at(p["queries"], rows[0] * p["units"] * s.number_bytes)
+        # one pointer for each vector of keys, or one for all
+        pointers = copies(k, queries, len(vectors)) if s.reloads else [queries] * len(vectors)
+        places = [([(x, row_bytes * i) for x in pointers]) for i in range(len(rows))]
+        sums.append((vectors, [(x, [product.new_sum(k, k.const(0.0, s.vector)) for _ in vectors]) for x in places]))
     for later in fetched if s.format.is_coded else ():
         k.prefetch(k.at(later, k.i64(0) - header), s.fetching.level)
 
@@ -188,9 +192,9 @@ def _score_groups(
                     k.prefetch(k.at(later, t * unit_bytes + line), s.fetching.level)
             for row, totals in rows:
                 for u in range(count):
-                    query = k.splat(k.load(s.unit, row, (t + u) * s.number_bytes), n)
-                    for total, x in zip(totals, keys, strict=True):
-                        total.add(query, x[u])
+                    for (pointer, offset), total, x in zip(row, totals, keys, strict=True):
+                        place = k.at(k.at(pointer, t * s.number_bytes), offset)
+                        total.add(k.splat(k.load(s.unit, place, u * s.number_bytes), n), x[u])
 
     def add(first: Value, end: Value) -> None:
         """Adds units that are summed together."""

@@ -19,6 +19,7 @@ from typing import Any
 from ...problem.problem import TILE
 from ..language import conversions
 from ..language.prototypes import prototype
+from ..language.reloading import copies
 from ..language.vector import I1, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK
@@ -308,10 +309,14 @@ def _value_group(k: Function, s: Shape, rows: int, slots: list[Value], *, adjoin
             vectors = [product.load_values(k, keys, c, count) for c in columns]
         for r in range(rows):
             for u in range(count):
-                weights = _weights_of(k, s, (j + u) * s.number_bytes + r * score_row(s), columns, adjoin=adjoin)
+                at = (j + u) * s.number_bytes + r * score_row(s)
+                weights = _weights_of(k, s, pointers, at, columns, adjoin=adjoin)
                 for total, x, weight in zip(totals[r], vectors, weights, strict=True):
                     total.add(x[u], weight)
 
+    pointers = [p["weights"]] * len(columns)
+    if s.reloads and s.cached:
+        pointers = copies(k, p["weights"], len(columns))
     every = max(1, 64 // (s.lanes * (_column_bytes(s) if s.cached else s.stored_bytes)))
     lines = columns[::every] if rows > 1 or s.fetches_alone or not s.cached else []
     with summed_together(k, s, p["first"], p["end"]) as steps:
@@ -324,26 +329,28 @@ def _value_group(k: Function, s: Shape, rows: int, slots: list[Value], *, adjoin
             k.store(total.get(), p["sums"], x)
 
 
-def _weights_of(k: Function, s: Shape, at: Value, columns: list[Value], *, adjoin: bool) -> list[Value]:
-    """Loads a step's weight for vectors of columns: those that share scales have one.
+def _weights_of(
+    k: Function, s: Shape, pointers: list[Value], at: Value, columns: list[Value], *, adjoin: bool
+) -> list[Value]:
+    """Loads a step's weight for vectors of columns, by a pointer for each: those that share scales have one weight.
 
     adjoin: columns lie side by side, from a multiple of as many on; else a vector may have columns of two scales.
     """
     if not s.scale_block:
-        return [k.splat(k.load(s.unit, k.p["weights"], at), s.lanes)] * len(columns)
+        return [k.splat(k.load(s.unit, x, at), s.lanes) for x in pointers]
     size, pitch = s.scale_block, k.p["scaled_row"]
 
-    def weight(number: Value) -> Value:
-        return k.splat(k.load(s.unit, k.p["weights"], at + number * pitch), s.lanes)
+    def weight(pointer: Value, number: Value) -> Value:
+        return k.splat(k.load(s.unit, pointer, at + number * pitch), s.lanes)
 
     if adjoin:
         every = max(1, size // s.lanes)
-        found = [weight(x // size) for x in columns[::every]]
-        return [found[i // every] for i in range(len(columns))]
+        numbers = [columns[i - i % every] // size for i in range(len(columns))]
+        return [weight(x, number) for x, number in zip(pointers, numbers, strict=True)]
     last, found = (k.p["value_dim"] - 1) // size, []
-    for column in columns:
+    for pointer, column in zip(pointers, columns, strict=True):
         first = column // size
-        both = [weight(x) for x in (first, k.min(first + 1, last))]
+        both = [weight(pointer, x) for x in (first, k.min(first + 1, last))]
         lanes = k.iota(s.lanes) + k.splat(column - first * size, s.lanes)
         found.append(k.select(lanes < size, *both))
     return found
@@ -425,7 +432,7 @@ def careful_values(module: Module, s: Shape) -> Any:
             def add(slot: Value, total: Any) -> None:
                 column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
                 (x,) = product.load_values(k, rows, column)
-                (w,) = _weights_of(k, s, j * s.number_bytes, [column], adjoin=False)
+                (w,) = _weights_of(k, s, [p["weights"]], j * s.number_bytes, [column], adjoin=False)
                 if mask is not None:
                     x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
                 total.add(x, w)

@@ -27,6 +27,15 @@ def load_again(k: Function, t: ir.Type, pointer: Value, offset: int) -> Value:
     return Value(k, found)
 
 
+def copies(k: Function, pointer: Value, count: int) -> list[Value]:
+    """Returns a pointer as often, such that LLVM takes no two for equal: what is loaded from one is loaded again from
+    another, as the operand of the instruction that needs it.
+    """
+    place = k.buffer(pointer.type, 1)
+    k.store(pointer, place)
+    return [load_again(k, pointer.type, place, 0) for _ in range(count)]
+
+
 def addends(k: Function, t: ir.Type, values: Sequence[float]) -> Iterator[Value]:
     """Yields numbers that a chain of multiply-adds adds, in every lane of `t`, where each is added.
 

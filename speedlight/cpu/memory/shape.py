@@ -137,6 +137,11 @@ class Shape:
         return self.fetching.alone or self.format.is_coded
 
     @property
+    def reloads(self) -> bool:
+        """Loads what lanes share for each multiply-add of codes; plain numbers and the dot instruction are slower so."""
+        return self.tiles.reloads and self.elements == 1 and self.format.is_coded
+
+    @property
     def fetches_rows(self) -> bool:
         """Fetches the next lines of rows while those before are transposed: a vector of each is a line."""
         return self.fetching.rows > 0 and self.lanes * self.storage_bytes == 64
