@@ -3,6 +3,7 @@
     python benchmarks/run.py                      every part; --only prefill,masks,...; --quick: three turns, not nine
     python benchmarks/run.py models               whole models, beside PyTorch's attention in them
     python benchmarks/run.py backward             gradients, beside PyTorch's
+    python benchmarks/run.py codes                quantised caches beside ggml's and ONNX Runtime's: rows of `decode`
     python benchmarks/run.py ranks 2              attention over two processes, beside one with all their threads
     python benchmarks/run.py prompts              clients of one system prompt, with it shared and with a copy for each
     python benchmarks/run.py base HEAD~1          this tree beside a commit of it; also compares the bits
@@ -48,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_run_all, default_turns=9, turns=None)
     parser.add_argument("--quick", dest="turns", action="store_const", const=3, help="three turns instead of nine")
     parser.add_argument("--only", default=_PARTS, help=f"parts of {_PARTS}")
-    whats = parser.add_subparsers(metavar="models | backward | ranks | prompts | base | gpu | architectures")
+    whats = parser.add_subparsers(metavar="models | backward | codes | ranks | prompts | base | gpu | architectures")
     runs = {"models": _run_models, "backward": _run_backward, "ranks": _run_ranks, "base": _run_base, "gpu": _run_gpu}
-    runs |= {"prompts": _run_prompts, "architectures": _run_architectures}
+    runs |= {"prompts": _run_prompts, "architectures": _run_architectures, "codes": _run_codes}
     for name, run in runs.items():
         what = whats.add_parser(name)
         what.set_defaults(run=run, default_turns=5)
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
             what.add_argument("--q-heads", type=int, default=8)
             what.add_argument("--causal", action=argparse.BooleanOptionalAction)
             what.add_argument("--backward", action="store_true", help="gradients")
-        elif name != "prompts":
+        elif name not in ("prompts", "codes"):
             what.add_argument("--only", default="", help="one kind; of gradients, one dtype")
         if name == "ranks":
             what.add_argument("ranks", type=int, nargs="?", default=2, help="processes; default 2")
@@ -160,6 +161,15 @@ def _run_backward(given: argparse.Namespace, turns: int) -> int:
     problems = problems_of([given.only] if given.only else [*dtypes], [64, 128], [128, 512, 2048, 4096], None, 8, True)
     rows = (row_of(problem, turns, ("torch",)) | origin for problem in problems)
     return write_report(about(), rows, line, given.output, kept=_rows_in(given.output))
+
+
+def _run_codes(given: argparse.Namespace, turns: int) -> int:
+    from decoding import BESIDE_CODES, decode
+    from suite import line
+
+    origin = {"commit": _commit()}
+    rows = (row | origin for row in decode(turns, BESIDE_CODES))
+    return write_report(about("llama_cpp_python"), rows, line, given.output, kept=_rows_in(given.output))
 
 
 def _run_ranks(given: argparse.Namespace, turns: int) -> int:

@@ -53,7 +53,7 @@ def table(path: Path) -> str:
         titles = ("problem", "ms", "of plain time", "FlexAttention", "PyTorch")
         lines += ["", *MASKS.splitlines(), "", *markdown(titles, map(mask_cells, masks))]
     if decode := [row for row in data["rows"] if row["part"] == "decode" and "share_of_read" in row]:
-        titles = ("problem", "tokens/s", "GB/s", "of a plain read", "own arrays", "pages", *COLUMNS)
+        titles = ("problem", "tokens/s", "GB/s", "of a plain read", "own arrays", "pages", *COLUMNS, "ggml")
         lines += ["", *DECODING.splitlines(), "", *markdown(titles, map(decode_cells, decode))]
     return "\n".join(lines) + "\n"
 
@@ -69,7 +69,9 @@ in the same turn:
 `KVCache`; `attention()` over the caller's own arrays; and `PagePool` (pages of 16 in random order) \
 relative to `KVCache`.
 PyTorch: SDPA with enable_gqa, and in brackets with a group's heads as rows, which is faster; \
-OpenVINO likewise by rows."""
+OpenVINO likewise by rows.
+Caches of codes stand beside others' codes of as many bits: ggml's (llama.cpp's) flash attention over q8_0 and q4_0, and
+ONNX Runtime's GroupQueryAttention with one scale for all keys and one for all values."""
 
 
 def attention_cells(row: dict[str, Any]) -> Iterator[str]:
@@ -90,7 +92,7 @@ def decode_cells(row: dict[str, Any]) -> Iterator[str]:
     yield from (row["name"].removesuffix(" one token"), f"{row['tokens']:,.0f}", f"{row['gbytes']:.0f}")
     yield from (f"{row['share_of_read']:.0%}", "–" if own is None else f"{own:.0%}", f"{row['pages']:.2f} x")
     yield f"{peers['torch']} ({peers['torch by rows']})" if "torch by rows" in peers else peers.get("torch", "–")
-    yield from (peers.get("onnxruntime", "–"), peers.get("openvino", "–"))
+    yield from (peers.get(name, "–") for name in ("onnxruntime", "openvino", "ggml"))
 
 
 def machine_of(data: dict[str, Any]) -> str:

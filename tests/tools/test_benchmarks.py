@@ -83,6 +83,44 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
     assert "another result than ours" in row["notes"]["torch"] and "another" in row["notes"]["flex"]
 
 
+def test_caches_of_codes_stand_beside_others(tmp_path, monkeypatch):
+    """A peer over codes is held to the numbers that its codes stand for, with one that has another result."""
+    import decoding
+    import peers as benchmark_peers
+    import run
+
+    def right(asked):
+        numbers = [asked.q.astype(np.float32), *(x.astype(np.float32).round(1) for x in asked[1:3])]
+        return lambda: sl.attention(*numbers), numbers
+
+    def broken(asked):
+        call, numbers = right(asked)
+        return lambda: call() + 1e-2, numbers
+
+    small = ("int8", 1, 4, 2, 40, 32)
+    held = {"right": right, "broken": broken}
+    made = {name: lambda asked, x=x: benchmark_peers._over_codes(x, asked) for name, x in held.items()}
+    monkeypatch.setitem(benchmark_peers.DECODE_CODES, "int8", made)
+    monkeypatch.setattr(decoding, "BESIDE_CODES", [small])
+    assert run.main(["codes", "--turns", "1", "-o", str(tmp_path / "r.json")]) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [*row["peers"]] == ["bfloat16 cache", "right"]
+    assert row["notes"] == {"broken": "another result than of its own codes: 128 of 128 elements outside the bound"}
+
+
+@pytest.mark.parametrize(("ours", "who"), [(x, y) for x in ("int8", "int4") for y in ("ggml", "onnxruntime")])
+def test_other_libraries_attend_over_codes(ours, who):
+    """Whoever makes the peer holds it to its own codes; these are near the numbers."""
+    pytest.importorskip({"ggml": "llama_cpp"}.get(who, who))
+    import peers as benchmark_peers
+
+    arrays = measuring.normal_numbers("bfloat16", (1, 4, 1, 64), (1, 2, 70, 64), (1, 2, 70, 64))
+    out = benchmark_peers.DECODE_CODES[ours][who](peers.Asked(*arrays))()
+    wide = [x.astype(np.float32) for x in arrays]
+    off = np.abs(measuring.as_float64(out) - sl.reference.attention(*wide)).max()
+    assert 0 < off < 0.5
+
+
 def test_whole_models(tmp_path, monkeypatch, capsys):
     """Small ones; the whole, attention alone, and one whose results differ."""
     import models
