@@ -88,6 +88,7 @@ def test_caches_of_codes_stand_beside_others(tmp_path, monkeypatch):
     import decoding
     import peers as benchmark_peers
     import run
+    import table
 
     def right(asked):
         numbers = [asked.q.astype(np.float32), *(x.astype(np.float32).round(1) for x in asked[1:3])]
@@ -102,10 +103,46 @@ def test_caches_of_codes_stand_beside_others(tmp_path, monkeypatch):
     made = {name: lambda asked, x=x: benchmark_peers._over_codes(x, asked) for name, x in held.items()}
     monkeypatch.setitem(benchmark_peers.DECODE_CODES, "int8", made)
     monkeypatch.setattr(decoding, "BESIDE_CODES", [small])
-    assert run.main(["codes", "--turns", "1", "-o", str(tmp_path / "r.json")]) == 0
+    assert run.main(["codes", "--only", "layer", "--turns", "1", "-o", str(tmp_path / "r.json")]) == 0
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [*row["peers"]] == ["bfloat16 cache", "right"]
+    assert "| int8 B1 H4/2 N40 d32 |" in table.codes_table([tmp_path / "r.json"])
     assert row["notes"] == {"broken": "another result than of its own codes: 128 of 128 elements outside the bound"}
+
+
+def test_a_model_in_quantised_caches(tmp_path, monkeypatch, capsys):
+    """A small one of random weights: what each cache holds, and whose perplexity is farther away than it may be."""
+    transformers = pytest.importorskip("transformers")
+    import quantised_caches
+    import run
+    import table
+
+    def load(dtype):
+        torch.manual_seed(0)
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        config = transformers.LlamaConfig(vocab_size=60, hidden_size=64, intermediate_size=64, **sizes)
+        words = torch.arange(200) ** 2 % 59
+        return transformers.LlamaForCausalLM(config).to(dtype).eval(), words
+
+    sizes = quantised_caches.Sizes(texts=2, prompt=40, scored=20, chunk=7)
+    monkeypatch.setattr(quantised_caches.rows, "__defaults__", (sizes, load))
+    words = ["codes", "--only", "model", "--turns", "1", "-o", str(tmp_path / "r.json")]
+    assert run.main(words) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    tokens, elements = 2 * 2 * 40, 2 * 32  # of both layers' heads; of a key and its value
+    bytes_of = {"speedlight": 2 * elements, "speedlight int8": elements + 8, "DynamicCache": 2 * elements}
+    assert {x: row["bytes"][x] for x in bytes_of} == {x: tokens * n for x, n in bytes_of.items()}
+    assert (
+        row["bytes"]["fp8 of transformers"] == tokens * elements + 2 * 2 * 4
+    )  # a scale of each layer's keys, and values
+    changes = {x: abs(value / row["perplexity"]["float32"] - 1) for x, value in row["perplexity"].items()}
+    assert changes["speedlight float32"] < 1e-5 < changes["speedlight int8"] < changes["speedlight float8_e4m3fn"]
+    assert f"| speedlight int8 | {row['seconds']['speedlight int8'][2] * 1e3:.1f} |" in table.codes_table(
+        [tmp_path / "r.json"]
+    )
+    assert "  DynamicCache" in capsys.readouterr().out
+    monkeypatch.setattr(quantised_caches, "_NEAR", 0.0)
+    assert run.main(words) == 1 and "REFUSED: speedlight: a perplexity of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ours", "who"), [(x, y) for x in ("int8", "int4") for y in ("ggml", "onnxruntime")])
