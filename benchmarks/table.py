@@ -4,7 +4,7 @@ Every row goes to docs/benchmarks.md, a part for each machine; eight problems, a
 programs, a column for each, to docs/performance.md; four programs to the README, whose picture has the eight problems.
 The roofline is of the file that is named, else of the last by name. A machine that is not at hand keeps its last rows,
 with their commits. Gradients have a file for each machine in results/backward, of `run.py backward -o`; whole models in
-results/models, of `run.py models -o`.
+results/models, of `run.py models -o`, and quantised caches in results/codes, of `run.py codes -o`.
 """
 
 from __future__ import annotations
@@ -120,6 +120,43 @@ def backward_table(paths: list[Path]) -> str:
         cells = ((name, *row) for name, row in problems.items())
         lines += [f"{machine_of(data)}; torch {data['versions']['torch']}.", "", *markdown(titles, cells), ""]
     return "\n".join(lines)
+
+
+BESIDE_CODES = {  # titles of what stands beside a cache of codes
+    "bfloat16 cache": "our bfloat16", "int8 cache": "our int8", "ggml": "ggml", "onnxruntime": "ONNX Runtime",
+}  # fmt: skip
+
+
+def codes_table(paths: list[Path]) -> str:
+    """Quantised caches beside other libraries', a layer and a model, machine after machine."""
+    lines = []
+    for path in paths:
+        data = json.loads(path.read_text())
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in data["rows"]))
+        names = ("torch", "onnxruntime", "llama_cpp_python", "transformers", "hqq", "optimum-quanto")
+        versions = ", ".join(f"{name} {data['versions'][name]}" for name in names if name in data["versions"])
+        lines += [f"{machine_of(data)}; {versions}. Measured at {commits}.", ""]
+        if layers := [row for row in data["rows"] if "share_of_read" in row]:
+            titles = ("a layer", "tokens/s", "of a plain read", *BESIDE_CODES.values())
+            lines += [*markdown(titles, map(layer_cells, layers)), ""]
+        for row in (x for x in data["rows"] if "perplexity" in x):
+            lines += [f"{row['name']}; perplexity of {row['perplexity_of']}.", ""]
+            titles = ("cache", "ms a token", "MiB", "change of perplexity")
+            lines += [*markdown(titles, model_of_codes_cells(row)), ""]
+    return "\n".join(lines)
+
+
+def layer_cells(row: dict[str, Any]) -> Iterator[str]:
+    yield from (row["name"].removesuffix(" one token"), f"{row['tokens']:,.0f}", f"{row['share_of_read']:.0%}")
+    yield from (f"{row['peers'][name]:.2f} x" if name in row["peers"] else "–" for name in BESIDE_CODES)
+
+
+def model_of_codes_cells(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    exact = row["perplexity"]["float32"]
+    for name, spread in row["seconds"].items():
+        ours = "speedlight bfloat16" if name == "speedlight" else name
+        change = f"{row['perplexity'][name] / exact - 1:+.2%}" if name in row["perplexity"] else "–"
+        yield ours, f"{median_of(spread) * 1e3:.1f}", f"{row['bytes'][name] / 2**20:.0f}", change
 
 
 def figures(reports: list[dict[str, Any]]) -> str:
@@ -238,10 +275,12 @@ def between(text: str, name: str, new: str) -> str:
 
 
 def main() -> None:
-    forward, gradients, models = (sorted((RESULTS / name).glob("*.json")) for name in ("", "backward", "models"))
+    folders = ("", "backward", "models", "codes")
+    forward, gradients, models, codes = (sorted((RESULTS / name).glob("*.json")) for name in folders)
     data = json.loads((Path(sys.argv[1]) if len(sys.argv) > 1 else forward[-1]).read_text())
     page = between(PAGE.read_text(), "rows", "\n".join(map(table, forward)))
     page = between(page, "backward", backward_table(gradients))
+    page = between(page, "codes", codes_table(codes))
     reports, whole = ([json.loads(path.read_text()) for path in paths] for paths in ((*forward, *gradients), models))
     PAGE.write_text(between(page, "models", models_table(whole)))
     expect = between(EXPECT.read_text(), "figures", figures([*reports, *whole]))

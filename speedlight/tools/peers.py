@@ -161,13 +161,16 @@ def flex(asked: Asked) -> Call:
     return pass_of(call, q, k, v, asked.d_out)
 
 
-def onnx_session(node: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> Any:
-    """Returns ONNX Runtime's session of one node, on as many threads as ours."""
+def onnx_session(node: Any, inputs: dict[str, np.ndarray], outputs: dict[str, str]) -> Any:
+    """Returns ONNX Runtime's session of one node, on as many threads as ours.
+
+    outputs: names, each with that of an input of its dtype.
+    """
     onnx, ort = (importlib.import_module(x) for x in ("onnx", "onnxruntime"))
     helper = onnx.helper
     kinds = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in inputs.items()}
     infos = [helper.make_tensor_value_info(name, kinds[name], x.shape) for name, x in inputs.items()]
-    results = [helper.make_tensor_value_info(name, kinds["q"], None) for name in outputs]
+    results = [helper.make_tensor_value_info(name, kinds[alike], None) for name, alike in outputs.items()]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "g", infos, results)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -194,7 +197,7 @@ def _onnxruntime(asked: Asked) -> Call:
         "MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads,
         unidirectional=int(asked.causal),
     )  # fmt: skip
-    session = onnx_session(node, feeds, ["o"])
+    session = onnx_session(node, feeds, {"o": "q"})
     return lambda: session.run(None, feeds)[0].reshape(batch, n, heads, -1).swapaxes(1, 2)
 
 

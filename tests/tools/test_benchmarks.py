@@ -83,6 +83,81 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
     assert "another result than ours" in row["notes"]["torch"] and "another" in row["notes"]["flex"]
 
 
+def test_caches_of_codes_stand_beside_others(tmp_path, monkeypatch):
+    """A peer over codes is held to the numbers that its codes stand for, with one that has another result."""
+    import decoding
+    import peers as benchmark_peers
+    import run
+    import table
+
+    def right(asked):
+        numbers = [asked.q.astype(np.float32), *(x.astype(np.float32).round(1) for x in asked[1:3])]
+        return lambda: sl.attention(*numbers), numbers
+
+    def broken(asked):
+        call, numbers = right(asked)
+        return lambda: call() + 1e-2, numbers
+
+    small = ("int8", 1, 4, 2, 40, 32)
+    held = {"right": right, "broken": broken}
+    made = {name: lambda asked, x=x: benchmark_peers._over_codes(x, asked) for name, x in held.items()}
+    monkeypatch.setitem(benchmark_peers.DECODE_CODES, "int8", made)
+    monkeypatch.setattr(decoding, "BESIDE_CODES", [small])
+    assert run.main(["codes", "--only", "layer", "--turns", "1", "-o", str(tmp_path / "r.json")]) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [*row["peers"]] == ["bfloat16 cache", "right"]
+    assert "| int8 B1 H4/2 N40 d32 |" in table.codes_table([tmp_path / "r.json"])
+    assert row["notes"] == {"broken": "another result than of its own codes: 128 of 128 elements outside the bound"}
+
+
+def test_a_model_in_quantised_caches(tmp_path, monkeypatch, capsys):
+    """A small one of random weights: what each cache holds, and whose perplexity is farther away than it may be."""
+    transformers = pytest.importorskip("transformers")
+    import quantised_caches
+    import run
+    import table
+
+    def load(dtype):
+        torch.manual_seed(0)
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        config = transformers.LlamaConfig(vocab_size=60, hidden_size=64, intermediate_size=64, **sizes)
+        words = torch.arange(200) ** 2 % 59
+        return transformers.LlamaForCausalLM(config).to(dtype).eval(), words
+
+    sizes = quantised_caches.Sizes(texts=2, prompt=40, scored=20, chunk=7)
+    monkeypatch.setattr(quantised_caches.rows, "__defaults__", (sizes, load))
+    words = ["codes", "--only", "model", "--turns", "1", "-o", str(tmp_path / "r.json")]
+    assert run.main(words) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    tokens, elements = 2 * 2 * 40, 2 * 32  # of both layers' heads; of a key and its value
+    bytes_of = {"speedlight": 2 * elements, "speedlight int8": elements + 8, "DynamicCache": 2 * elements}
+    assert {x: row["bytes"][x] for x in bytes_of} == {x: tokens * n for x, n in bytes_of.items()}
+    assert (
+        row["bytes"]["fp8 of transformers"] == tokens * elements + 2 * 2 * 4
+    )  # a scale of each layer's keys, and values
+    changes = {x: abs(value / row["perplexity"]["float32"] - 1) for x, value in row["perplexity"].items()}
+    assert changes["speedlight float32"] < 1e-5 < changes["speedlight int8"] < changes["speedlight float8_e4m3fn"]
+    assert f"| speedlight int8 | {row['seconds']['speedlight int8'][2] * 1e3:.1f} |" in table.codes_table(
+        [tmp_path / "r.json"]
+    )
+    assert "  DynamicCache" in capsys.readouterr().out
+    monkeypatch.setattr(quantised_caches, "_NEAR", 0.0)
+    assert run.main(words) == 1 and "REFUSED: speedlight: a perplexity of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ours", "who"), [(x, y) for x in ("int8", "int4") for y in ("ggml", "onnxruntime")])
+def test_other_libraries_attend_over_codes(ours, who):
+    """Whoever makes the peer holds it to its own codes; these are near the numbers."""
+    pytest.importorskip({"ggml": "llama_cpp"}.get(who, who))
+    import peers as benchmark_peers
+
+    arrays = measuring.normal_numbers("bfloat16", (1, 4, 1, 64), (1, 2, 70, 64), (1, 2, 70, 64))
+    out = benchmark_peers.DECODE_CODES[ours][who](peers.Asked(*arrays))()
+    wide = [x.astype(np.float32) for x in arrays]
+    off = np.abs(measuring.as_float64(out) - sl.reference.attention(*wide)).max()
+    assert 0 < off < 0.5
+
+
 def test_whole_models(tmp_path, monkeypatch, capsys):
     """Small ones; the whole, attention alone, and one whose results differ."""
     import models
