@@ -14,7 +14,7 @@ from conftest import FULL
 from pools import check_accounts
 from problems import CODES, DTYPES, decoded, numpy_dtype, taken
 from repeated import forget
-from tolerance import assert_within, plain
+from tolerance import assert_within, bounds_of_codes, plain
 
 import speedlight as sl
 from speedlight import reference
@@ -358,7 +358,7 @@ def test_codes_have_scales_by_blocks_and_the_rest_is_bfloat16(rng, monkeypatch, 
             if not masks:
                 out = cache.attend(0, some)
                 exact = reference.attention(some, keys, None, value_dim=latent)
-                bound = reference.error_bound(some, keys, None, value_dim=latent, codes=codes).out
+                bound = bounds_of_codes(some, keys, None, codes, value_dim=latent).out
                 assert_within(out, exact, bound)
                 alone = [cache.attend(0, some[:, :, i : i + 1]) for i in range(some.shape[2])]
                 assert np.concatenate(alone, 2).tobytes() == out.tobytes()
@@ -366,9 +366,7 @@ def test_codes_have_scales_by_blocks_and_the_rest_is_bfloat16(rng, monkeypatch, 
                 step = copied.attend(0, some[:, :, :3], *parts(k[:, :, :3], latent, joined))
                 grown = np.concatenate((keys, want[:, :, :3]), 2)
                 exact = reference.attention(some[:, :, :3], grown, None, value_dim=latent, causal=True)
-                bound = reference.error_bound(
-                    some[:, :, :3], grown, None, value_dim=latent, causal=True, codes=codes
-                ).out
+                bound = bounds_of_codes(some[:, :, :3], grown, None, codes, value_dim=latent, causal=True).out
                 assert_within(step, exact, bound)
         pool, at = made(codes, sizes, pool=True), 0
         sequence = pool.sequence()
