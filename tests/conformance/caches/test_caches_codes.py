@@ -104,6 +104,8 @@ def test_codes_are_those_of_the_reference(rng, kind):
     want = quantise(tokens, kind)
     for stored in cache._storage.parts(0, [len(rows)]):
         assert [part.tobytes() for part in stored] == [part.tobytes() for part in want]
+    if dtypes.CODES[kind].is_packed:
+        return  # test_four_bits_are_those_of_ggml() has what these are
     codes, scales = (part[0, 0].astype(np.float32) for part in want)
     assert np.isnan(scales).sum() == 3 and (codes[3, : len(every)] == every).all()
     assert len(set(every.tolist())) == {"int8": 255, "float8_e4m3fn": 253}[kind]
