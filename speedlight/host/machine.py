@@ -71,7 +71,10 @@ class Isa:
         return PRODUCTS[name].gradients or name if gradients else name
 
     def dot(self, dtype: object, *, gradients: bool = False, codes: str = "") -> bool | str:
-        """Returns the class of bits of queries of this dtype, as error_bound() takes it; codes: as product() does."""
+        """Returns the class of bits of arrays of this dtype, as reference.error_bound() takes it.
+
+        codes: of queries of this dtype over codes, as product() takes it.
+        """
         return "bfloat16" in str(dtype) and PRODUCTS[self.product("bf16", gradients=gradients, codes=codes)].dot
 
     def lanes(self, storage: str) -> int:

@@ -99,7 +99,7 @@ def test_words_are_those_that_are_taken():
     assert set(LAYOUTS) <= set(typing.get_args(of_problem.Layout))
     name, spelling, *_ = typing.get_args(of_problem.Dtype)
     assert typing.get_args(of_problem.DtypeName) == typing.get_args(name) == (*DTYPES, *CODES)
-    assert set(DTYPES) == set(problems.DTYPES) and tuple(CODES) == problems.STORED_CODES
+    assert set(DTYPES) == set(problems.DTYPES) and tuple(CODES) == problems.CODES
     assert typing.get_args(spelling) == tuple(SPELLINGS)
     sizes = {"q_heads": 1, "q_len": 1, "head_dim": 8}
     for name in ("layout", "causal", "precision"):

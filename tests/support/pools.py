@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from problems import CODES, DTYPES, STORED_CODES, numpy_dtype, taken
+from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
 from speedlight.host.memo import VALUE
 from speedlight.problem.prepared import Prepared, prepared_calls
 
 KINDS = (*DTYPES, *CODES)
-STORED_KINDS = (*DTYPES, *STORED_CODES)
 
 
 def made(dtype="float32", d=16, dv=17, **sizes):

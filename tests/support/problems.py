@@ -19,10 +19,7 @@ import speedlight as sl
 from speedlight import reference
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-STORED_CODES = ("int8", "float8_e4m3fn", "int4")  # of caches, with scales for each token and head
-WAITING: tuple[str, ...] = ()
-CODES = tuple(x for x in STORED_CODES if x not in WAITING)
-READS_LATENT_CODES = False  # whether these kernels read codes of latents, by blocks of columns
+CODES = ("int8", "float8_e4m3fn", "int4")  # of caches, with scales for each token and head
 SCALES = {"int4": np.float16}  # dtypes of scales that are not float32
 # head_dim, value_dim: one, odd, below, at and above the register tile and the vector, the sizes models use
 DIMS = ((1, 1), (2, 3), (7, 9), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (256, 256), (576, 512))
@@ -48,7 +45,7 @@ def digest(results: tuple[np.ndarray, ...]) -> str:
 
 def taken(dtype: str) -> str:
     """The dtype of what a cache of this one is given: codes it rounds itself."""
-    return "float32" if dtype in STORED_CODES else dtype
+    return "float32" if dtype in CODES else dtype
 
 
 def as_numpy(x: Any) -> np.ndarray:

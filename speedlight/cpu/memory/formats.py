@@ -300,9 +300,11 @@ def _round_to_float8(k: Function, size: Value, signed: Value, mantissa: int = 3,
     return k.trunc(steps + (steps >> 23 - mantissa) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
 
 
-TokenFormat = Plain | Int8 | Float8 | Int4 | HalfFloat8
-Codes = Int8 | Float8 | Int4
-FORMATS: dict[str, TokenFormat] = {x.name: x for x in (*map(Plain, STORAGE_BYTES), Int8(), Float8(), Int4())}
-PAGE_FORMATS: dict[str, TokenFormat] = {
+ByteFormat = Int8 | Float8  # of a cache's codes, a byte each
+NumberFormat = Plain | ByteFormat | HalfFloat8  # whose elements are widened one by one
+TokenFormat = NumberFormat | Int4
+NUMBERS = {x: Plain(x) for x in STORAGE_BYTES}
+FORMATS: dict[str, TokenFormat] = {**NUMBERS, **{x.name: x for x in (Int8(), Float8(), Int4())}}
+PAGE_FORMATS: dict[str, TokenFormat] = {  # of codes in arrays
     x.name: x for x in (Int8(), Float8OfPages(), HalfFloat8())
-}  # of codes in arrays
+}

@@ -53,7 +53,6 @@ class AmxTiles(PairUnits):
     """Product of bf16 on tile registers. OuterProduct says what each method is for."""
 
     sleeps = True
-    loads_columns = False
     flops_of_step = 2 * ROWS * ROWS * _CHUNK
 
     def new_sum(self, k: Function, start: Value) -> _Sum:

@@ -7,7 +7,7 @@ instruction is total + a₁b₁ + a₀b₀; it reads subnormals as 0.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..language.vector import BF16, I16, I32, Function, Module, Value, vec
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .outer import OuterProduct
-from .packing import KeyRun, each_unit, pair_rows, stage_lanes, stage_rows
+from .packing import CacheValues, KeyRun, each_unit, pair_rows, stage_lanes, stage_rows
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2 = 0.69328331395880648, 0.24221155408455297, 0.055005948223862378
@@ -26,7 +26,7 @@ ONES = 0x3F803F80  # a pair of bf16
 _HALVES = 0xFFFF, -65536  # the bits of its elements
 
 
-class PairUnits(ABC):
+class PairUnits(CacheValues):
     """Base of the products whose units are pairs of bf16: how these are loaded, packed and hidden."""
 
     units_per_load = 1

@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from ..language.functions import like
 from ..language.vector import F32, I8, I16, I32, PTR, Function, Module, Value, lanes_of, vec
-from ..memory.formats import NIBBLES, bf16_bits, load_codes
+from ..memory.formats import NIBBLES, ByteFormat, Int4, bf16_bits, load_codes
 from ..memory.records import BLOCK
 from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs, PairUnits
@@ -29,18 +29,24 @@ class CodedPairs(PairUnits):
 
     def pairs_of(self, k: Function, low: Value, high: Value) -> Value:
         """Returns pairs of codes: a vector of first elements, and one of second ones."""
-        widen = self.s.format.number
+        widen = self._bytes.number
         first, second = (widen(k, x).bits(like(x, I32)) for x in (low, high))
         return (first >> 16) | second
 
     @property
+    def _bytes(self) -> ByteFormat:
+        """Format of codes of a byte each."""
+        assert isinstance(self.s.format, ByteFormat)
+        return self.s.format
+
+    @property
     def is_packed(self) -> bool:
         """Has pairs of codes in a byte."""
-        return self.s.format.bits < 8
+        return isinstance(self.s.format, Int4)
 
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
         at = k.at(block, t * self.s.block_step)
-        if self.is_packed:
+        if isinstance(self.s.format, Int4):
             if count == 4 and self.s.isa.permutes_bytes:
                 return self._line_of_nibbles(k, k.load(vec(I8, _LINE), at))
             return [self.s.format.bf16_pairs(k, at, u * BLOCK + lane, self.s.lanes) for u in range(count)]
@@ -78,12 +84,12 @@ class CodedPairs(PairUnits):
 
     def _halves(self, k: Function, codes: Value) -> tuple[Value, Value]:
         """Returns the lower and the upper bytes of codes in bf16: looked up by their magnitudes."""
-        place, sign = self.s.format.magnitude(k, codes), codes & -128
+        place, sign = self._bytes.magnitude(k, codes), codes & -128
         low, high = (self._looked_up(k, place, shift) for shift in (0, 8))
         return low, high | sign
 
     def _looked_up(self, k: Function, place: Value, shift: int) -> Value:
-        every = [(x >> shift) & 255 for x in self.s.format.bf16]
+        every = [(x >> shift) & 255 for x in self._bytes.bf16]
         tables = [_bytes(k, every[n : n + _LINE]) for n in (0, _LINE)]
         return k.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", place.type, tables[0], place, tables[1])
 
@@ -122,7 +128,7 @@ class CodedPairs(PairUnits):
 
     def _values(self, k: Function, rows: list[Value], column: Value, lanes: int) -> Value:
         """Loads the values of a pair of keys, at so many columns, or at one (0)."""
-        if self.is_packed:
+        if isinstance(self.s.format, Int4):
             return self.s.format.bf16_pairs(k, rows[0], column, lanes)
         return self.pairs_of(k, *(load_codes(k, row, column, lanes) for row in rows))
 

@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from ..language.functions import like
 from ..language.vector import I32, Function, Module, Value
-from ..memory.formats import FORMATS
+from ..memory.formats import NUMBERS, Int4, NumberFormat
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .outer import OuterProduct
@@ -47,11 +47,10 @@ class Fma(OuterProduct):
     def __init__(self, s: Shape) -> None:
         super().__init__(s)
         self.format = s.format
-        self.given = FORMATS[s.storage]
+        self.given = NUMBERS[s.storage]
         self.flops_of_step = 2 * s.lanes
         self.widens_bf16 = self.format.name == "bf16"
-        self.splits_nibbles = self.format.bits < 8
-        self.splits_pairs = s.cached and (self.format.in_pairs or self.splits_nibbles)
+        self.splits_pairs = s.cached and (self.format.in_pairs or isinstance(self.format, Int4))
         self.units_per_load = 2 if self.splits_pairs else 1
         line = 64 * 8 // (BLOCK * self.format.bits)  # elements of a block's keys in a cache line
         self.loads = (line,) * self.format.is_coded + (2,) * self.splits_pairs  # elements of keys at once
@@ -60,16 +59,22 @@ class Fma(OuterProduct):
     def multiply_add(self, k: Function, a: Value, b: Value, total: Value) -> Value:
         return k.fma(a, b, total)
 
+    @property
+    def _numbers(self) -> NumberFormat:
+        """Format of keys and values that are widened one by one."""
+        assert not isinstance(self.format, Int4)
+        return self.format
+
     # --- rows of q, keys and values
 
     def load_units(self, k: Function, row: Value, t: Value, *, stored: bool = False) -> Value:
-        found = self.format if stored else self.given
+        found = self._numbers if stored else self.given
         return found.widen(k, row, found.offset(t), self.s.lanes)
 
     def load_unit(
         self, k: Function, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
     ) -> Value:
-        return (self.format if stored else self.given).widen(k, row, t * column)
+        return (self._numbers if stored else self.given).widen(k, row, t * column)
 
     def stage_tiles(self, module: Module) -> tuple[Any, Any]:
         if self.s.format.is_coded and self.s.cached:
@@ -124,15 +129,15 @@ class Fma(OuterProduct):
 
     def _split(self, k: Function, row: Value, unit: Value) -> list[Value]:
         """Loads vectors of the first and of the second elements of units of two, from one on."""
-        if self.splits_nibbles:
+        if isinstance(self.format, Int4):
             return list(self.format.widen_pairs(k, row, unit, self.s.lanes))
         return split_pairs(k.load(self.s.ivector, row, unit * 4))
 
     def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
-        return self.format.widen(k, k.at(block, t * self.s.block_step), self.format.offset(key))
+        return self._numbers.widen(k, k.at(block, t * self.s.block_step), self._numbers.offset(key))
 
     def value_offset(self, i: Value, row: Value) -> Value:
-        if self.splits_nibbles:
+        if isinstance(self.format, Int4):
             return (i >> 1) * row
         return (i >> 1) * (row * 2) if self.splits_pairs else i * row
 
@@ -145,14 +150,14 @@ class Fma(OuterProduct):
             return [self.gather_values(k, rows, column)]
         if count > 1:
             return self._split(k, rows[0], column)
-        if self.splits_nibbles:
+        if isinstance(self.format, Int4):
             low, high = self._split(k, rows[0], column)
             return [k.select(k.splat((rows[1] & 1).equals(0), self.s.lanes), low, high)]
         return [_element_of_pairs(k, k.load(self.s.ivector, rows[0], column * 4), rows[1], self.s)]
 
     def value_of(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
         """Loads the values of codes of one column, as load_values() does of several."""
-        if not self.splits_nibbles:
+        if not isinstance(self.format, Int4):
             return [self.format.widen(k, rows[0], column)]
         both = list(self.format.widen_pairs(k, rows[0], column))
         return both if count > 1 else [k.select((rows[1] & 1).equals(0), *both)]

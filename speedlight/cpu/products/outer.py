@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..language.prototypes import prototype
 from ..language.vector import F32, PTR, Function, Module, Value, Variable, vec
 from ..memory.records import BLOCK, TILE
 from ..memory.shape import Shape
-from .packing import KeyRun
+from .packing import CacheValues, KeyRun
 
 Sums = list[list[Variable]]  # of a register tile: [row][vector]
 Step = Callable[..., None]  # step(t), or step(t, 2) of two whose units lie side by side in a row
@@ -29,14 +29,13 @@ Check = Callable[[range, list[list[Value]]], None]  # scores of some vectors, [v
 VALUE = "acc* weights* values* value_row first end steps width alpha* partial* fresh"  # value_tile()'s parameters
 
 
-class OuterProduct(ABC):
+class OuterProduct(CacheValues):
     """Base of the products whose step is an outer one.
 
     A subclass says how units are loaded, packed and multiplied. The base has the register tiles made of such steps.
     """
 
     units_per_load = 1  # that lie together in a cache
-    loads_columns = False  # load_columns() is faster than load_values() of each column
     sleeps = False  # keep_awake() is needed
     flops_of_step: int  # of multiply_often()
     exp2_terms: tuple[float, ...]  # of 2^f on [-1/2, 1/2], from the linear one on
@@ -90,22 +89,6 @@ class OuterProduct(ABC):
     def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
         """Loads unit t of one key of a block."""
 
-    def value_offset(self, i: Value, row: Value) -> Value:
-        """Returns the bytes from a block's first values to where unit i is loaded; `row`: of a row that is."""
-        return i * row
-
-    @abstractmethod
-    def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
-        """Returns where unit i of a block's values lies, from its row on, as load_values takes it."""
-
-    @abstractmethod
-    def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
-        """Loads one vector of columns of `count` units of values: of a block's row, or of keys' `rows`."""
-
-    def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]:
-        """Loads as load_values() does vectors of columns, an even number that lie side by side."""
-        return [self.load_values(k, rows, x) for x in columns]
-
     # --- weights
 
     @abstractmethod
@@ -115,14 +98,6 @@ class OuterProduct(ABC):
     @abstractmethod
     def pack_row(self, k: Function, weights: list[Value]) -> Value:
         """Packs vectors of weights one after another as units side by side."""
-
-    def pack_scaled(self, k: Function, weights: list[Value]) -> Value:
-        """Packs the weights of a unit's keys, lane by lane, that scales of codes have multiplied."""
-        raise NotImplementedError
-
-    def pack_scaled_row(self, k: Function, weights: list[Value]) -> Value:
-        """Packs vectors of weights, one after another, that scales of codes have multiplied."""
-        raise NotImplementedError
 
     @abstractmethod
     def round_elements(self, k: Function, x: Value) -> Value:

@@ -7,6 +7,7 @@ widened, made units.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from ..language import conversions
 from ..language.functions import like
 from ..language.prototypes import prototype
 from ..language.vector import F32, I16, I32, PTR, Function, Module, Value, vec
+from ..memory.formats import Int4
 from ..memory.records import BLOCK, TILE
 from ..memory.shape import Shape
 
@@ -49,6 +51,39 @@ class UnitLoader(Protocol):
     def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None: ...
 
 
+class CacheValues(ABC):
+    """Base of products: how they load a cache's values, each unit from a row of its own unless they say otherwise."""
+
+    @property
+    def loads_columns(self) -> bool:
+        """Loads columns side by side faster than one by one."""
+        return False
+
+    def value_offset(self, i: Value, row: Value) -> Value:
+        """Returns the bytes from a block's first values to where unit i is loaded; `row`: of a row that is."""
+        return i * row
+
+    @abstractmethod
+    def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:
+        """Returns where unit i of a block's values lies, from its row on, as load_values takes it."""
+
+    @abstractmethod
+    def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
+        """Loads one vector of columns of `count` units of values: of a block's row, or of keys' `rows`."""
+
+    def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]:
+        """Loads as load_values() does vectors of columns, an even number that lie side by side."""
+        return [self.load_values(k, rows, x) for x in columns]
+
+    def pack_scaled(self, k: Function, weights: list[Value]) -> Value:
+        """Packs the weights of a unit's keys, lane by lane, that scales of codes have multiplied."""
+        raise NotImplementedError
+
+    def pack_scaled_row(self, k: Function, weights: list[Value]) -> Value:
+        """Packs vectors of weights, one after another, that scales of codes have multiplied."""
+        raise NotImplementedError
+
+
 class CodeLoader(UnitLoader, Protocol):
     """Loads units of a cache's values, which are codes."""
 
@@ -63,9 +98,9 @@ class CodeLoader(UnitLoader, Protocol):
 
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]: ...
 
-    def value_of(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]: ...
-
     def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]: ...
+
+    def value_of(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]: ...
 
 
 @contextlib.contextmanager
@@ -208,6 +243,7 @@ def stage_latents(module: Module, s: Shape) -> Any:
     """tile[count, length] from a cache's latents: as many columns of codes as `row` has bytes, then bf16."""
     k = module.function("stage_latents", prototype(TILE_WORDS))
     p, codes = k.p, s.format
+    assert not isinstance(codes, Int4)
     columns, rest = p["row"], p["length"] - p["row"]
     rest_at = s.header(columns) + columns * BLOCK
     rows = (columns, columns, lambda at, i, lanes: codes.widen(k, at, i, lanes)), (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from caches import OPTIONS, made
 from conftest import FULL
-from problems import CODES, STORED_CODES, decoded, numpy_dtype, qkv, quantise
+from problems import CODES, decoded, numpy_dtype, qkv, quantise
 from tolerance import assert_within
 
 import speedlight as sl
@@ -46,7 +46,7 @@ def test_codes_against_the_oracle(isa, one_width, rng, codes, dtype, d, dv, opti
 
 def test_the_table_is_of_every_format():
     """Each row has its class, and no names, or tensors on a GPU, are those of two."""
-    assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *STORED_CODES}
+    assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *CODES}
     names = [x for row in dtypes.CODES.values() for x in (*row.spellings, *row.elsewhere)]
     for each in (names, dtypes.ON_GPU.values()):
         assert len(set(each)) == len(each)
@@ -58,7 +58,7 @@ def test_elements_of_parts_of_bytes_are_refused(monkeypatch):
         print(Shape("decode", isa_named("avx2"), "f32", cached=True, quantised="int8").stored_bytes)
 
 
-@pytest.mark.parametrize("codes", STORED_CODES)
+@pytest.mark.parametrize("codes", CODES)
 def test_codes_are_as_near_as_their_format_says(rng, codes):
     x = rng.standard_normal((1, 1, 500, 64)).astype(np.float32)
     size = dtypes.CODES[codes].block or 64  # which share a scale

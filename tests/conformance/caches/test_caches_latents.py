@@ -12,7 +12,7 @@ import torch
 from caches import OPTIONS
 from conftest import FULL
 from pools import check_accounts
-from problems import CODES, DTYPES, READS_LATENT_CODES, decoded, numpy_dtype, taken
+from problems import CODES, DTYPES, decoded, numpy_dtype, taken
 from repeated import forget
 from tolerance import assert_within, plain
 
@@ -355,7 +355,7 @@ def test_codes_have_scales_by_blocks_and_the_rest_is_bfloat16(rng, monkeypatch, 
                 assert x.values(0).tobytes() == want[:, :, shown, :latent].tobytes()
             some, keys = q[:, :, :20], want[:, :, shown]
             masks = {"mask": cache._ring.mask(False)} if more and cache._ring.mask(False) is not None else {}
-            if not masks and READS_LATENT_CODES:
+            if not masks:
                 out = cache.attend(0, some)
                 exact = reference.attention(some, keys, None, value_dim=latent)
                 bound = reference.error_bound(some, keys, None, value_dim=latent, codes=codes).out
@@ -376,8 +376,6 @@ def test_codes_have_scales_by_blocks_and_the_rest_is_bfloat16(rng, monkeypatch, 
             pool.append(0, [sequence], *parts(rows(k[:1, :, at : at + n]), latent, n > 1), new_lengths=[n])
             at += n
         assert sequence.keys(0).tobytes() == want[0].tobytes()
-        if not READS_LATENT_CODES:
-            continue
         whole = made(codes, sizes)
         whole.append(0, *parts(k[:, :, :at], latent, True))
         found = pool.attend(0, [sequence], rows(q[:1, :, :5]), q_lengths=[5])

@@ -13,7 +13,7 @@ import pytest
 from caches import made
 from conftest import FULL
 from injection import interrupted, needs_places, places
-from problems import CODES, DTYPES, STORED_CODES, numpy_dtype, qkv, quantise, taken
+from problems import CODES, DTYPES, numpy_dtype, qkv, quantise, taken
 
 import speedlight as sl
 from speedlight.arrays.files import read_arrays, read_metadata, write_arrays
@@ -54,7 +54,7 @@ def parts_of(cache):
 
 
 @pytest.mark.units("dtype")
-@pytest.mark.parametrize("dtype", [*DTYPES, *STORED_CODES])
+@pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
 @pytest.mark.parametrize("more", [{}, {"window": 70, "keep_first": 5, "capacity": None}], ids=["whole", "ring"])
 def test_a_loaded_cache_has_every_slot_and_goes_on_without_its_file(rng, tmp_path, dtype, more):
     """Of keys and of latents: codes and scales are moved as they are, and appends never reach the file."""

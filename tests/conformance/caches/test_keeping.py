@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from conftest import FULL
-from pools import KINDS, STORED_KINDS, check_accounts, made, packed
+from pools import KINDS, check_accounts, made, packed
 from problems import qkv, taken
 
 import speedlight as sl
@@ -30,7 +30,7 @@ def state(cache):
     return [(cache.lengths(n), cache.keys(n).tobytes(), cache.values(n).tobytes()) for n in range(cache.layers)]
 
 
-@pytest.mark.parametrize("dtype", STORED_KINDS)
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("sizes", [{}, RINGS], ids=["cache", "ring"])
 def test_a_path_is_as_if_nothing_else_had_been_appended(rng, dtype, sizes):
     """Of sequences of unequal lengths, over borders of blocks and round a ring; then the next step, in every layer."""
@@ -58,7 +58,7 @@ def test_a_path_is_as_if_nothing_else_had_been_appended(rng, dtype, sizes):
             assert used.attend(layer, q, k, v).tobytes() == fresh.attend(layer, q, k, v).tobytes()
 
 
-@pytest.mark.parametrize("dtype", STORED_KINDS)
+@pytest.mark.parametrize("dtype", KINDS)
 def test_a_path_in_pages_that_others_share(rng, dtype):
     """Whoever shares them keeps what it has; who is alone needs no page, and gives back what it no longer needs."""
     pool = made(dtype, layers=2, pages=30)

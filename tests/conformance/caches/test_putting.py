@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FULL
 from pools import kept_calls
-from problems import DTYPES, STORED_CODES, decoded, numpy_dtype, quantise
+from problems import CODES, DTYPES, decoded, numpy_dtype, quantise
 from repeated import forget
 
 import speedlight as sl
@@ -86,13 +86,13 @@ GIVEN = ["float32", "float16", "bfloat16"]
 @pytest.mark.units("codes", "dtype")
 @pytest.mark.parametrize(
     ("codes", "dtype"),
-    [(x, dtype) for x in STORED_CODES for dtype in (GIVEN[:1] if x == "float8_e4m3fn" and not FULL else GIVEN)],
+    [(x, dtype) for x in CODES for dtype in (GIVEN[:1] if x == "float8_e4m3fn" and not FULL else GIVEN)],
 )
 def test_codes_and_scales_are_those_of_the_rule(isa, rng, codes, dtype):
     check_codes(rng, codes, dtype, "side by side")
 
 
-@pytest.mark.parametrize("codes", STORED_CODES)
+@pytest.mark.parametrize("codes", CODES)
 def test_codes_of_elements_that_lie_apart(rng, codes):
     check_codes(rng, codes, "float16", "tokens adjoin")
 
@@ -163,7 +163,7 @@ def test_four_bits_of_any_size(rng, dim):
             assert getattr(sequence, part)(0).tobytes() == want[item].tobytes()
 
 
-@pytest.mark.parametrize("codes", STORED_CODES)
+@pytest.mark.parametrize("codes", CODES)
 def test_codes_past_the_caches_are_like_others(rng, monkeypatch, codes):
     k, v = (rng.standard_normal((1, 2, sum(COUNTS), d)).astype(np.float32) for d in (64, 128))
     found = []
