@@ -16,7 +16,7 @@ from speedlight.arrays.dtypes import scales_of
 from speedlight.cpu.engine import cascade
 from speedlight.host.machine import Isa, runnable_isas
 
-pytestmark = pytest.mark.usefixtures("one_width", "small_tiles")
+pytestmark = pytest.mark.usefixtures("one_width")
 
 Rows = tuple[np.ndarray, np.ndarray]  # of one item: out [heads, length, value_dim], lse [heads, length]
 
