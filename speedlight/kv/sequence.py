@@ -8,6 +8,7 @@ from typing import Any
 from ..arrays.integers import integer
 from ..errors import ArgumentTypeError, not_pickled
 from ..problem.options import Ints
+from ..problem.signatures import public
 from .keeping import keep_in_pages
 
 
@@ -42,7 +43,7 @@ class PagedSequence:
         return f"PagedSequence({content})"
 
     def __enter__(self) -> PagedSequence:
-        self.pool._of(self)
+        self.pool._of(self, "PagedSequence")
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -52,23 +53,23 @@ class PagedSequence:
 
     def length(self, layer: int = 0) -> int:
         """Tokens of a layer."""
-        return self.pool._of(self).lengths[self.pool._layer(layer)]
+        return self.pool._of(self, "PagedSequence").lengths[self.pool._layer(layer)]
 
     @property
     def pages(self) -> tuple[int, ...]:
         """Pages that it holds, in order."""
-        return tuple(self.pool._of(self).held())
+        return tuple(self.pool._of(self, "PagedSequence").held())
 
     @property
     def tokens(self) -> list[int]:
         """Tokens that calls gave with its keys and values, from the first one on."""
-        tokens = self.pool._of(self).tokens
+        tokens = self.pool._of(self, "PagedSequence").tokens
         return [] if tokens is None else tokens.numbers()
 
     @property
     def extra(self) -> Any:
         """Key that it was made with."""
-        tokens = self.pool._of(self).tokens
+        tokens = self.pool._of(self, "PagedSequence").tokens
         return None if tokens is None else tokens.extra
 
     def fork(self) -> PagedSequence:
@@ -87,6 +88,7 @@ class PagedSequence:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
         self.pool._truncate(self, integer("length", length))
 
+    @public(leaves_graph=False)
     def keep(self, indices: Any, *, start: int, tokens: Ints | None = None) -> None:
         """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
 

@@ -103,6 +103,7 @@ ERRORS = [
     ("bench --decode --shared-prefix 9 --peer none", "--shared-prefix: expected at least two sequences"),
     ("bench --decode --batch 20000 --k-len 8448 --shared-prefix 8192", "--q-len: expected a problem of at most 4 GiB"),
     ("plan --decode --batch 2 --k-len 9 --shared-prefix 9", "--shared-prefix: expected 0 to 8, the keys before the"),
+    ("plan --batch 2 --q-len 600 --shared-prefix 512", "write --k-len=1112 or more"),
     ("plan --latent --value-dim 600", "--value-dim: expected at most --head-dim 576"),
     ("bench --peer numpy", "--peer: expected some of"),
     ("bench -o /no/such/x.json", "--output: expected a directory that exists"),
