@@ -138,7 +138,7 @@ class Shape:
 
     @property
     def reloads(self) -> bool:
-        """Loads what lanes share for each multiply-add of codes; other numbers and the dot instruction are slower so."""
+        """Loads what lanes share for each multiply-add of codes; other numbers and dot instructions are slower so."""
         return self.tiles.reloads and self.elements == 1 and self.format.is_coded
 
     @property

@@ -83,7 +83,14 @@ def test_float8_by_its_names():
 
     for name in ("fp8", "fp8_e4m3", "float8_e4m3", "float8_e4m3fn", torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn):
         assert made(name).dtype == "float8_e4m3fn"
-    for theirs, way in (("fp16", "Write 'float16'"), ("e4m3", "Write 'fp8'"), ("fp8_e5m2", "two bits of fraction")):
+    for theirs, way in (
+        ("fp16", "Write 'float16'"),
+        ("e4m3", "Write 'fp8'"),
+        ("fp8_e5m2", "two bits of fraction"),
+        ("q8_0", "Write 'int8'"),
+        ("u8", "Write 'int8'"),
+        ("nf4", "Write 'int4'"),
+    ):
         with pytest.raises(sl.ArgumentTypeError, match=way):
             made(theirs)
     for other in (torch.float8_e5m2, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3, "e4m3"):
