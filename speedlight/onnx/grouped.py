@@ -10,7 +10,6 @@ from onnx.reference.op_run import OpRun
 from .. import ArgumentError, append_paged, attention_paged, rotary
 from .. import softcap as softcap_score
 from ..adapting import Library
-from ..arrays.dtypes import PAGE_CODES
 from .operators import check_softcap, errors_of, split_heads
 
 GROUPED = Library(
@@ -106,7 +105,7 @@ class GroupQueryAttention(OpRun):
         )
         q, k, v = _split_inputs(query, key, value, num_heads, kv_num_heads)
         coded = _check_kinds(k_quant_type, v_quant_type, kv_cache_bit_width)
-        if not coded and past_key is not None and past_key.dtype.name in PAGE_CODES:
+        if not coded and past_key is not None and past_key.itemsize == 1:
             raise ArgumentError(
                 f"k_quant_type: expected PER_TENSOR or PER_CHANNEL beside past_key of {past_key.dtype.name}; got NONE."
             )
