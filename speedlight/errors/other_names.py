@@ -90,8 +90,8 @@ _OPTIONS = {
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
     "kv_cache_dtype is_fp8_kvcache k_scale v_scale k_scales v_scales q_descale k_descale v_descale": "nothing: codes "
-    "and their scales are a KVCache's, KVCache(dtype='int8', 'fp8' or 'int4'), or attention_paged's, k_scales= and "
-    "v_scales=",
+    "and their scales are a KVCache's, KVCache(dtype='int8', 'fp8' or 'int4'), or go to "
+    "attention_paged(k_scales=, v_scales=)",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {

@@ -98,6 +98,25 @@ def test_float8_by_its_names():
             made(other)
 
 
+def test_other_libraries_options_of_quantised_caches_are_known():
+    x, sizes = np.ones((1, 2, 3, 8), np.float32), {"layers": 1, "kv_heads": 2, "head_dim": 8, "capacity": 8}
+    both = r"KVCache\(dtype='int8'.*attention_paged\(k_scales=, v_scales=\)"
+    for theirs in ("kv_cache_dtype", "k_scale", "k_scales", "v_descale"):
+        with pytest.raises(sl.ArgumentTypeError, match=both):
+            sl.attention(x, x, x, **{theirs: 1.0})
+    for theirs, way in (
+        ("kv_bits", "Use dtype='int8', 'fp8' or 'int4'"),
+        ("type_k", "Use dtype='int8'"),
+        ("q_group_size", "Leave it out: a scale is for a token and head"),
+        ("residual_length", "Leave it out: every token is stored as codes"),
+        ("k_scales", "Leave it out: a cache of codes finds scales itself"),
+    ):
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{theirs}: .*{way}"):
+            sl.KVCache(**sizes, **{theirs: 8})
+    with pytest.raises(sl.ArgumentTypeError, match=r"Codes of your own are pages: attention_paged\(k_scales="):
+        sl.KVCache(**sizes, dtype="int8").append(0, x.astype(np.int8), x.astype(np.int8))
+
+
 def test_memory_that_cannot_be_reserved_is_an_error_of_ours():
     for name, head_dim in (("capacity", 1 << 40), ("window", 8)):
         with pytest.raises(sl.ReservationError, match=rf"^{name}: .* Reduce the {name}, layers or dtype"):
