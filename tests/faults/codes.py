@@ -81,7 +81,7 @@ MUTATIONS = (
         "cpu/products/bf16_pairs.py",
         "x.differs(-(1 << 31)) if self.s.scale_block else x > -1",
         "x.differs(-(1 << 31)) if self.s.scale_block > 32 else x > -1",
-        f"{_ORDER}'int4 and bfloat16'",
+        f"{_CHUNKS}'int4 and bfloat16'",
     ),
     Mutation(
         "many rows take weights of negative scales for hidden ones",
@@ -91,11 +91,11 @@ MUTATIONS = (
         f"{_CHUNKS}'int4 and bfloat16'",
     ),
     Mutation(
-        "a panel begins to read codes inside of a block",
-        "cpu/memory/shape.py",
-        "return element & -BLOCK",
-        "return element",
-        f"{_CHUNKS}'float8 and bfloat16'",
+        "keys of four bits are read from their block's first one on",
+        "cpu/products/outer.py",
+        "rows = [k.at(block, ((j & (BLOCK - 1)) + m) * unit) for m in range(s.rows)]",
+        "rows = [k.at(block, (j * 0 + m) * unit) for m in range(s.rows)]",
+        f"{_ORDER}'int4 and bfloat16'",
     ),
     Mutation(
         "the last staged block of codes is read where an earlier one was",

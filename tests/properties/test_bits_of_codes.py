@@ -170,7 +170,7 @@ FORMATS = {
 STORAGE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 ROWS = 5  # of queries, behind keys that all of them see
 # keys, head_dim, value_dim: below, at and above units, blocks of columns, chunks and tiles; an odd number of each
-SIZES = [(200, 64, 64), (131, 45, 33), (75, 7, 17), (1200, 100, 21)]
+SIZES = [(200, 64, 64), (131, 45, 77), (75, 7, 17), (1200, 100, 33)]
 
 
 def drawn(rng: np.random.Generator, length: int, d: int, dv: int, *, latent: bool) -> tuple[np.ndarray, ...]:
