@@ -12,7 +12,7 @@ import typer
 import speedlight as sl
 
 from ..host import machine
-from .measuring import about, as_float64, normal_numbers, wrong, wrong_gradients
+from .measuring import about, arithmetic_of_cache, as_float64, normal_numbers, wrong, wrong_gradients
 from .options import Json, on_unit
 from .peers import as_tensors
 from .reports import print_report, progress
@@ -62,7 +62,7 @@ def _checks() -> Iterator[tuple[str, str, Callable[[], str | None]]]:
         yield unit.name, f"float32 and bfloat16 are {bound}", lambda unit=unit: _forward(_DTYPES[:2], unit.name)
     yield "forward", f"{', '.join(_DTYPES)} are {bound}", lambda: _forward(_DTYPES)
     yield "backward", f"gradients are {bound}", _backward
-    yield "cache", "chunks have the bits of one call; int8 is within its bound", _cache
+    yield "cache", "chunks have the bits of one call; codes are within their bounds", _cache
     yield "threads", "two have the bits of one", _threads
     if "torch" in about()["versions"]:
         yield "torch", "its tensors have the bits of NumPy's arrays", _tensors
@@ -84,14 +84,14 @@ def _backward() -> str | None:
 
 
 def _cache() -> str | None:
-    q, k, v = normal_numbers("float32", *_SHAPES)
-    for dtype in ("float32", "int8"):
+    for dtype, queries in (("float32", "float32"), ("int8", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16")):
+        q, k, v = normal_numbers(queries, *_SHAPES)
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=200, dtype=dtype)
         chunks = [cache.attend(0, *(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 150), (150, 199), (199, 200))]
-        out, arithmetic = np.concatenate(chunks, axis=2), {"int8": True} if dtype == "int8" else None
+        out, arithmetic = np.concatenate(chunks, axis=2), arithmetic_of_cache(dtype, q.dtype)
         if dtype == "float32" and out.tobytes() != sl.attention(q, k, v, causal=True).tobytes():
             return "chunks have other bits than one call"
-        stored = cache.keys(0), cache.values(0)
+        stored = [x.astype(np.float32) for x in (cache.keys(0), cache.values(0))]
         if told := wrong(out, q, *stored, heads=4, arithmetic=arithmetic, causal=True):
             return f"{dtype}: {told}"
     return None

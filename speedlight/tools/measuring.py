@@ -16,7 +16,7 @@ import numpy as np
 
 import speedlight as sl
 
-from ..arrays.dtypes import DTYPES
+from ..arrays.dtypes import CODES, DTYPES, scales_of
 from ..cpu.runtime import roof
 from ..cpu.runtime.tuned import tuning_of
 from ..host import machine
@@ -129,6 +129,13 @@ def wrong(
     other options are attention()'s.
     """
     return judge(q, k, v, heads=heads, rows=rows, arithmetic=arithmetic, **options)(got, slack)
+
+
+def arithmetic_of_cache(dtype: str, queries: Any) -> dict[str, Any] | None:
+    """Returns what wrong() is told of results of a cache of this dtype under queries of another; None: nothing."""
+    if dtype not in CODES:
+        return None
+    return {"codes": dtype, "dot": machine.current_isa().dot(queries, codes=scales_of(dtype, latent=False))}
 
 
 def judge(

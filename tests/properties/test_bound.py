@@ -17,15 +17,19 @@ import numpy as np
 import pytest
 from conftest import FULL
 from problems import CODES, DTYPES, numpy_dtype, qkv, taken
-from tolerance import assert_within
+from tolerance import assert_within, bounds_of_codes
 
 import speedlight as sl
 from speedlight import reference
+from speedlight.arrays.dtypes import CODES as CODE_FORMATS
 from speedlight.host.machine import current_isa, runnable_isas
 
 Random = np.random.Generator
 Size = tuple[int, int]  # length, dim
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+# dtypes, and codes of caches under queries of them
+KINDS = (*DTYPES, *CODES, *(f"{x}, {y}" for x in CODES for y in ("bfloat16", "float16")))
 
 # what q, k or v are made of
 FILLS: dict[str, Callable[[Random, Size], np.ndarray]] = {
@@ -83,32 +87,47 @@ def computed(arrays: Arrays, options: dict[str, Any], codes: str | None) -> tupl
     return (q, cache.keys(0).astype(np.float32), cache.values(0).astype(np.float32)), result
 
 
+def bounds_of(arrays: Arrays, codes: str | None, **options: Any) -> reference.Bounds:
+    """The bounds of the unit in use."""
+    if codes is None:
+        return reference.error_bound(*arrays, dot=current_isa().dot(arrays[0].dtype), **options)
+    return bounds_of_codes(*arrays, codes, **options)
+
+
 def shares(arrays: Arrays, options: dict[str, Any], codes: str | None = None) -> list[float]:
     """How much of the bound of out and of lse is used, and of the proven bounds. All within, or it raises."""
     arrays, (out, lse) = computed(arrays, options, codes)
-    want, want_lse = reference.attention(*arrays, return_lse=True, **options)
-    dot = codes is None and current_isa().dot(out.dtype)
+    given = arrays if codes is None else (arrays[0].astype(np.float32), *arrays[1:])
+    want, want_lse = reference.attention(*given, return_lse=True, **options)
     found = []
     for proven in (False, True):
-        bounds = reference.error_bound(*arrays, dot=dot, int8=codes is not None, proven=proven, **options)
+        bounds = bounds_of(arrays, codes, proven=proven, **options)
         what = "proven" if proven else "ordinary"
         found.append(assert_within(out, want, bounds.out, f"out, {what} bound", zeros_allowed=True))
         found.append(assert_within(lse, want_lse, bounds.lse, f"lse, {what} bound", zeros_allowed=True))
     return found
 
 
+def of_kind(kind: str) -> tuple[str, str | None]:
+    """The dtype of arrays, and the codes that keys and values become, of a dtype or of "codes" or "codes, dtype"."""
+    codes, _, dtype = kind.partition(", ")
+    return dtype or taken(codes), codes if codes in CODES else None
+
+
 def one_problem(rng: Random, kind: str) -> tuple[str, list[float]]:
-    """`kind` is a dtype, or codes of a cache."""
-    name, arrays, options = structured_problem(rng, taken(kind))
+    """`kind` is a dtype, or codes of a cache under queries of one."""
+    dtype, codes = of_kind(kind)
+    name, arrays, options = structured_problem(rng, dtype)
     try:
-        return name, shares(arrays, options, kind if kind in CODES else None)
+        return name, shares(arrays, options, codes)
     except AssertionError as error:
         sizes = [x.shape[2:] for x in arrays]
         raise AssertionError(f"{kind} of {name}, shapes {sizes}, {options}, on {current_isa().name}: {error}") from None
 
 
-@pytest.mark.parametrize("kind", [*DTYPES, *CODES])
-def test_structured_problems(kind):
+@pytest.mark.units("kind")
+@pytest.mark.parametrize("kind", KINDS)
+def test_structured_problems(isa, kind):
     rng = np.random.default_rng(3)
     for _ in range(60 if FULL else 30):
         one_problem(rng, kind)
@@ -117,7 +136,7 @@ def test_structured_problems(kind):
 @pytest.mark.parametrize("unit", [x.name for x in runnable_isas() if x.dot("bfloat16") == "odd"])
 def test_structured_problems_rounded_to_odd(unit, monkeypatch):
     monkeypatch.setenv("SPEEDLIGHT_ISA", unit)
-    test_structured_problems("bfloat16")
+    test_structured_problems(unit, "bfloat16")
 
 
 def near_the_largest(rng: Random, arrays: Arrays, dtype: str) -> Arrays:
@@ -136,21 +155,23 @@ def near_the_largest(rng: Random, arrays: Arrays, dtype: str) -> Arrays:
     return q.astype(kind), k.astype(kind), v.astype(kind)
 
 
-@pytest.mark.parametrize("kind", [*DTYPES, *CODES])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sums_near_the_largest_number(kind):
     """Where one may overflow the bound is infinite; everywhere else it holds."""
     rng, endless, held, overflowed = np.random.default_rng(12), 0, 0, 0
-    codes = kind if kind in CODES else None
+    dtype, codes = of_kind(kind)
     for _ in range(1000 if FULL else 40):
-        _, arrays, options = structured_problem(rng, taken(kind))
-        arrays = near_the_largest(rng, arrays, taken(kind))
+        _, arrays, options = structured_problem(rng, dtype)
+        arrays = near_the_largest(rng, arrays, dtype)
         with np.errstate(all="ignore"):
             shares(arrays, options, codes)
             arrays, (out, _) = computed(arrays, options, codes)
-            bound = reference.error_bound(*arrays, int8=codes is not None, proven=True, **options).out
+            bound = bounds_of(arrays, codes, proven=True, **options).out
         endless, held = endless + np.isinf(bound).sum(), held + np.isfinite(bound).sum()
         overflowed += (~np.isfinite(out.astype(np.float64))).sum()
-    assert held and (kind == "float16" or (endless and overflowed))
+    # numbers of float16, and those whose scales are, are small to float32
+    is_small = dtype == "float16" or (codes is not None and CODE_FORMATS[codes].scale == "float16")
+    assert held and (is_small or (endless and overflowed))
 
 
 def test_one_key_above_equal_ones():
@@ -210,14 +231,14 @@ def main(seed: int, count: int) -> None:
     worst: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
     units = [x.name for x in runnable_isas()]
     for _ in range(count):
-        kind = str(rng.choice([*DTYPES, *CODES]))
+        kind = str(rng.choice(KINDS))
         os.environ["SPEEDLIGHT_ISA"] = unit = str(rng.choice(units))
         try:
             name, found = one_problem(rng, kind)
         except AssertionError as error:
             print("OUTSIDE:", error, flush=True)
             continue
-        label = f"{kind} {unit}" if kind == "bfloat16" else kind
+        label = f"{kind} {unit}" if "bfloat16" in kind else kind
         for row in (label, f"{label}: {name}"):
             worst[row] = np.maximum(worst[row], found)
     for row, x in sorted(worst.items(), key=lambda y: (":" in y[0], -y[1].max()))[:60]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from sharded_faults import refused as error_of
+from problems import CODES, taken
 from tolerance import assert_within
 
 import speedlight as sl
@@ -31,7 +32,7 @@ class Both:
     def __init__(self, dtype: str = "float32", layers: int = 1) -> None:
         sizes = SIZES | {"layers": layers, "dtype": dtype}
         self.one, self.all = sl.KVCache(**sizes), sd.KVCache(**sizes, piece=16)
-        self.dtype = getattr(torch, "float32" if dtype == "int8" else dtype)
+        self.dtype = getattr(torch, taken(dtype))
         self.draw = torch.Generator().manual_seed(7)
 
     def drawn(self, heads: int, n: int) -> torch.Tensor:
@@ -58,7 +59,8 @@ class Both:
         assert self.one.lengths(0) == self.all.lengths(0)
         assert got[0].dtype == q.dtype
         keys, values = (x.astype(np.float32) for x in (self.one.keys(0), self.one.values(0)))
-        limits = reference.error_bound(q.float().numpy(), keys, values, int8=self.all.dtype == "int8")
+        codes = self.all.dtype if self.all.dtype in CODES else None
+        limits = reference.error_bound(q.float().numpy(), keys, values, codes=codes)
         # of no mask: the largest of the row's item and head
         most = limits.out.max((2, 3), keepdims=True), limits.lse.max(2, keepdims=True)
         coarse = 0.0 if self.dtype == torch.float32 else 2.0**-7
@@ -117,7 +119,7 @@ def case_shards() -> None:
 
 
 def case_dtypes() -> None:
-    for dtype in ("float16", "bfloat16", "int8", "float64") if FULL else ():
+    for dtype in ("float16", "bfloat16", "int8", "int4", "float64") if FULL else ():
         both = Both(dtype)
         for n in (20, 1):
             both.attend(n)

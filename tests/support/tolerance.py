@@ -8,6 +8,7 @@ import numpy as np
 
 import speedlight as sl
 from speedlight import reference
+from speedlight.arrays.dtypes import scales_of
 from speedlight.host.machine import current_isa
 
 
@@ -93,6 +94,14 @@ def assert_gradients(
         assert type(g) is kind and g.dtype == dtype, f"{name}: {type(g)} of {g.dtype}"
         assert_within(g, w, bound, name, zeros_allowed=zeros_allowed)
     return got
+
+
+def bounds_of_codes(q: Any, k: Any, v: Any, codes: str, **options: Any) -> reference.Bounds:
+    """The bounds of queries of any dtype over a cache's codes, keys and values as it gives them (v: None of latents),
+    on the unit in use.
+    """
+    dot = current_isa().dot(q.dtype, codes=scales_of(codes, latent=v is None))
+    return reference.error_bound(q, k, v, codes=codes, dot=dot, **options)
 
 
 def flat(x: Any) -> tuple[Any, ...]:

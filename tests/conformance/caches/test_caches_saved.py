@@ -411,7 +411,7 @@ def test_signs_of_scales_that_are_zero_or_nan_are_dropped(rng, tmp_path, dtype):
     for name, x in stored.items():
         if "_scale" in name:
             assert (x == 0).any() and np.isnan(x).any()
-            stored[name] = np.where((x == 0) | np.isnan(x), np.copysign(x, np.float32(-1)), x)
+            stored[name] = np.where((x == 0) | np.isnan(x), np.copysign(x, x.dtype.type(-1)), x)
     write_arrays(path, stored, words)
     again = sl.KVCache.load(path)
     parts = [x._storage.parts(0, [20]) for x in (cache, again)]
