@@ -557,8 +557,10 @@ WRONG = [
     (lambda p, s, q, k, v: p.sequence(extra=["a"]), r"got list\. Write tuple\(extra\)"),
     (
         lambda p, s, q, k, v: p.sequence(tokens=np.array(["a"])),
+        "tokens: expected ints; got str among them. Give the numbers that the tokenizer makes of them",
+    ),
+    (lambda p, s, q, k, v: p.sequence(tokens=[[1], [2]]), r"ints; got list among them\. .*tokens.reshape\(-1\)"),
     (lambda p, s, q, k, v: p.sequence(tokens=[1, None]), "ints; got NoneType among them"),
-    ("expected no argument by place, and others by name; got 1 .* Write tokens=",),
     (
         lambda p, s, q, k, v: p.append(0, [s, p.untold], k, v, new_lengths=[1, 2], tokens=[1, None, 4]),
         "tokens: expected ints for all 2 rows of sequence 1, or None for all; got 1 None among them",
