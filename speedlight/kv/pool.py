@@ -168,8 +168,8 @@ class PagePool:
 
     # --- sequences
 
-    @public(leaves_graph=False)
-    def sequence(self, *, tokens: Ints | None = None, extra: Any = None) -> PagedSequence:
+    @public(has_frame=False)
+    def sequence(self, *, tokens: Ints | None = None, extra: Any = None, **theirs: NoReturn) -> PagedSequence:
         """Makes a new sequence. Its pages return when it is freed or deleted.
 
         Args:
@@ -194,6 +194,7 @@ class PagePool:
         >>> pool.statistics()
         {'lookups': 3, 'hits': 1, 'tokens_reused': 32, 'pages_kept': 0}
         """
+        refuse_unknown(PagePool.sequence, theirs)
         journal = self._journal
         journal.release_unowned()
         if tokens is None and extra is None:
@@ -361,7 +362,6 @@ class PagePool:
         content = transact(self, {sequence._number}, copy)
         write(where, CACHE, {"": content}, {})
 
-    @public(leaves_graph=False)
     def save(self, path: str | Path, sequences: Sequences, *, model: str | None = None) -> None:
         """Writes sequences to a .safetensors file, which load() of a pool of the same sizes reads.
 
@@ -406,7 +406,6 @@ class PagePool:
 
         write_sequences(where, transact(self, numbers, copy), self.page_size, name)
 
-    @public(leaves_graph=False)
     def load(self, path: str | Path, *, model: str | None = None) -> list[PagedSequence]:
         """Reads what save() wrote: makes sequences of free pages of this pool, which share pages as those did.
 

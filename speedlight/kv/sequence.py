@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..arrays.integers import integer
 from ..errors import ArgumentTypeError, not_pickled
 from ..problem.options import Ints
-from ..problem.signatures import public
+from ..problem.signatures import public, refuse_unknown
 from .keeping import keep_in_pages
 
 
@@ -88,8 +88,8 @@ class PagedSequence:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
         self.pool._truncate(self, integer("length", length))
 
-    @public(leaves_graph=False)
-    def keep(self, indices: Any, *, start: int, tokens: Ints | None = None) -> None:
+    @public(has_frame=False)
+    def keep(self, indices: Any, *, start: int, tokens: Ints | None = None, **theirs: NoReturn) -> None:
         """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
 
         As KVCache.keep() does it; pages that hold no tokens then are returned. `tokens`: those that are kept, one int
@@ -110,6 +110,7 @@ class PagedSequence:
         >>> a.keep([0, 2, 5], start=20); a.length()  # of which a path of three is right
         23
         """
+        refuse_unknown(PagedSequence.keep, theirs)
         keep_in_pages(self.pool, self, indices, start, tokens)
 
     def free(self) -> None:

@@ -456,7 +456,6 @@ class Cache(theirs.DynamicCache):
 
     # --- files
 
-    @public(leaves_graph=False)
     def save(self, path: str | Path, *, model: str | None = None, tokens: Any = None) -> None:
         """Writes a .safetensors file, which load() reads on any device: a prompt that outlives the process.
 
