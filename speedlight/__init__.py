@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from .problem.plan import Plan
 
 __version__ = "0.1.0a1"
-ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
+ARITHMETIC = 3  # the canonical order of operations; docs/numerics.md
 
 _NAMES = {
     "calls.append_paged": "append_paged",

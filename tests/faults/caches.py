@@ -297,8 +297,8 @@ MUTATIONS = (
     Mutation(
         "a pair of keys is multiplied whole where only its first is there",
         "cpu/products/fma.py",
-        "pairs = count & -2",
-        "pairs = count",
+        "end = count & -size",
+        "end = (count + (size - 1)) & -size",
         "tests/conformance/caches/test_caches.py -k truncated_cache_still_holds",
     ),
     Mutation(
