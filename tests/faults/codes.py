@@ -7,6 +7,13 @@ _CHUNKS = "tests/properties/test_codes_any_chunks.py -k "
 
 MUTATIONS = (
     Mutation(
+        "a head that comes twice in a group of heads adds each block of columns twice",
+        "cpu/kernels/row_scores.py",
+        "found.append((x, at))",
+        'k.store(x, p["scores"], at)',
+        "tests/conformance/caches/test_caches_codes.py -k any_number",
+    ),
+    Mutation(
         "few rows score all columns of four bits by the first ones' scales",
         "cpu/kernels/row_scores.py",
         "else number * (BLOCK * s.scale_bytes)) - header)",
