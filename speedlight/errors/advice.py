@@ -33,15 +33,15 @@ def explain(error: Exception, function: Any, args: Sequence[Any], options: Mappi
             f"{_name(function)}: expected {named} by place, and others by name; got {len(args) - skipped} by place. "
             f"Write {'mask' if 'mask' in others else others[0]}=…, and so on."
         ) from None
+    has_sizes = {"layers", "kv_heads", "head_dim"} <= set(options)
+    if _over_ranks(function) and _name(function) == "KVCache" and has_sizes and "capacity" not in options:
+        raise ArgumentTypeError(CAPACITY) from None
     missing = [x for x in required(function) if x not in {*known[: len(args)], *options}]
     if missing:
         raise ArgumentTypeError(
             f"{missing[0]}: expected an argument of {_home(function)}{_name(function)}(); got none. Write "
             f"{', '.join([f'{x}=…' for x in missing])}."
         ) from None
-    has_sizes = {"layers", "kv_heads", "head_dim"} <= set(options)
-    if _over_ranks(function) and _name(function) == "KVCache" and has_sizes and "capacity" not in options:
-        raise ArgumentTypeError(CAPACITY) from None
 
 
 def parameters(function: Any) -> tuple[list[str], int]:

@@ -298,8 +298,9 @@ def check_prompt(path: Path, file: MappedFile, tokens: Any) -> int | None:
         raise FileError(f"{path}: expected tokens of {batch} sequences, as were saved; got {len(rows)}.")
     for index, (own, row) in enumerate(zip(saved.tolist(), rows, strict=True)):
         if row[:length] != own:
-            pairs = itertools.zip_longest(own, row[:length])
-            at, one, other = next((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+            pairs = list(itertools.zip_longest(own, row[:length]))
+            at = [one == other for one, other in pairs].index(False)
+            one, other = pairs[at]
             raise FileError(
                 f"{path}: expected token {one} at position {at} of sequence {index}, as was saved; got {other}. Give "
                 "input_ids that begin with the saved prompt, or compute these anew."
