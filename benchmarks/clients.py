@@ -1,5 +1,5 @@
 """Clients that begin with one system prompt: their time to the first token and the pool's memory, with it shared and
-with a copy for each.
+computed for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import speedlight as sl
 from speedlight.tools.measuring import alternate
 
-LEGEND = "seconds to the first token of each client, and MiB of the pool; the prompt shared, and apart"
+LEGEND = "seconds to the first token of each client, and MiB of the pool; the prompt shared, and computed for each"
 _SLACK = 1e-3  # between logits: PyTorch's products of other numbers of rows round differently
 
 

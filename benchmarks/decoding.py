@@ -13,7 +13,8 @@ from peers import DECODE as PEERS
 from peers import DECODE_CODES as PEERS_OF_CODES
 
 import speedlight as sl
-from speedlight.arrays.dtypes import CODES, DTYPES
+from speedlight.arrays.dtypes import CODES, DTYPES, scales_of
+from speedlight.host.machine import current_isa
 from speedlight.tools.measuring import PEER_SLACK, measure, quantiles, wrong
 from speedlight.tools.peers import Asked, Call, usable
 
@@ -116,11 +117,11 @@ def _wrong_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Any, paged
     if got[:, :, 0].tobytes() != paged.tobytes():
         return "pages have other bits than the cache"
     if cache.dtype in CODES:
-        wide = q.astype(np.float32)
-        exact = cache.attend(0, wide)
-        if got.tobytes() != exact.astype(q.dtype).tobytes():
-            return "queries of float32 have other results"
-        return wrong(exact, wide, cache.keys(0), cache.values(0), heads=q.shape[1], arithmetic={"int8": True})
+        arithmetic = {
+            "codes": cache.dtype,
+            "dot": current_isa().dot(q.dtype, codes=scales_of(cache.dtype, latent=False)),
+        }
+        return wrong(got, q, cache.keys(0), cache.values(0), heads=q.shape[1], arithmetic=arithmetic)
     if got.tobytes() != sl.attention(q, k, v).tobytes():
         return "the arrays have other bits than the cache"
     return wrong(got, q, k, v, heads=q.shape[1])

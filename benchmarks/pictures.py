@@ -133,7 +133,7 @@ def model_bars(report: dict[str, Any], path: Path) -> None:
 
 
 def prompt_bars(report: dict[str, Any], path: Path) -> None:
-    """Draws when each client of a system prompt has its first token, and the memory, with it shared and with copies.
+    """Draws each client's time to the first token, and the memory, with the prompt shared and computed for each.
 
     The file keeps the figures that it shows.
     """
@@ -145,7 +145,7 @@ def prompt_bars(report: dict[str, Any], path: Path) -> None:
     figures = {way: [*row["seconds"][way], row["bytes"][way] / 2**20] for way in ("apart", "shared")}
     for place, (way, colour) in enumerate({"apart": "#d55e00", "shared": "#0072b2"}.items()):
         *seconds, memory = figures[way]
-        label = {"apart": "a copy for each client", "shared": "the prompt shared"}[way]
+        label = {"apart": "computed for each client in turn", "shared": "the prompt shared"}[way]
         left.bar(np.arange(row["clients"]) + 0.4 * place + 0.8, seconds, width=0.38, color=colour, label=label)
         for client in {0, row["clients"] - 1}:
             at = client + 0.4 * place + 0.8, seconds[client]

@@ -5,7 +5,7 @@
     python benchmarks/run.py backward             gradients, beside PyTorch's
     python benchmarks/run.py codes                quantised caches beside ggml's, ONNX Runtime's and transformers'
     python benchmarks/run.py ranks 2              attention over two processes, beside one with all their threads
-    python benchmarks/run.py prompts              clients of one system prompt, with it shared and with a copy for each
+    python benchmarks/run.py prompts              clients of one system prompt, with it shared and computed for each
     python benchmarks/run.py base HEAD~1          this tree beside a commit of it; also compares the bits
     python benchmarks/run.py gpu                  a GPU beside its peers; needs no more than the engine does
     python benchmarks/run.py architectures        those of transformers, small: are results what they are without us?

@@ -32,8 +32,8 @@ FLASH_MLA = Library(
     ignored=("args", "kwargs"),
     refused={
         "num_splits": "How work is divided is the engine's own: get_mla_metadata() gives None.",
-        "is_fp8_kvcache": "Pages of codes are not offered: convert them to bfloat16, or keep codes in a "
-        "speedlight.KVCache.",
+        "is_fp8_kvcache": "Rows of codes, scales and bfloat16 side by side are not offered: "
+        "speedlight.PagePool(latent=True, dtype='fp8') keeps tokens so.",
         **dict.fromkeys(
             ("indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"), _SPARSE
         ),

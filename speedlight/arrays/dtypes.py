@@ -68,15 +68,17 @@ class CodeFormat(NamedTuple):
 CODES = {
     "int8": CodeFormat(
         "an", bits=8, largest=127, digits=7, least=7, library="numpy", safetensors="I8", on_gpu="int8",
-        elsewhere=("i8",),
+        elsewhere=("i8", "q8", "q8_0", "u8", "uint8", "int8_per_token_head"),
     ),
     "float8_e4m3fn": CodeFormat(
         "a", bits=8, largest=448, digits=4, least=-5, library="ml_dtypes", safetensors="F8_E4M3", on_gpu="uint8",
-        spellings=("fp8", "fp8_e4m3", "float8_e4m3"), elsewhere=("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3"),
+        spellings=("fp8", "fp8_e4m3", "float8_e4m3"),
+        elsewhere=("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3", "fp8_per_token_head"),
     ),
     "int4": CodeFormat(
         "an", bits=4, largest=8, digits=4, least=4, library="ml_dtypes", safetensors=None, on_gpu=None,
-        spellings=("q4_0",), elsewhere=("i4", "u4", "q4"), block=32, scale="float16",
+        spellings=("q4_0",), block=32, scale="float16",
+        elsewhere=("i4", "u4", "q4", "q4_1", "iq4_nl", "nf4", "fp4", "mxfp4", "uint4", "int4_per_token_head"),
     ),
 }  # fmt: skip
 # codes in the caller's pages: those of a whole byte, and one that no cache keeps, since int8 and e4m3fn are nearer

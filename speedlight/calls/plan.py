@@ -56,15 +56,15 @@ def plan(
     k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or
     cu_seqlens.
     With `latent=True`, or beside arrays v=None and value_dim, values are the first columns of keys: their bytes count
-    once. `shared_prefix`: so many leading keys are those of all sequences, as of forks in a PagePool: their bytes count
-    once. Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Computes
-    no attention. The least time is at the best peak and bandwidth that were measured on this machine: a run may beat
-    it if the machine was busy then (`speedlight info --measure` measures again). Of a mask, the tiles that are computed
-    are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
-    j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it visible_pairs and flops are
-    None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product
-    of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU: what
-    flows to q, k and v; gradients of tables and sinks come on top.
+    once. `shared_prefix`: so many leading keys are those of all sequences, as of forks in a PagePool: bytes of their
+    whole tiles of 128 count once. Every option of attention() counts in both. Sizes are of arrays that lie without gaps
+    in the layout. Computes no attention. The least time is at the best peak and bandwidth that were measured on this
+    machine: a run may beat it if the machine was busy then (`speedlight info --measure` measures again). Of a mask, the
+    tiles that are computed are always known. What is visible in them is known where a mask is made of comparisons of i,
+    j and i - j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it visible_pairs and
+    flops are None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of
+    a product of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU:
+    what flows to q, k and v; gradients of tables and sinks come on top.
 
     `threads`: on so many threads of a CPU, whether this machine has them or not, which then also says nothing of the
     least time; the number of set_threads() where nothing is said. `Plan.balance` is how evenly tasks keep them busy, by

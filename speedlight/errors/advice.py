@@ -27,7 +27,7 @@ def explain(error: Exception, function: Any, args: Sequence[Any], options: Mappi
     if theirs:
         raise unknown(function, theirs[0]) from None
     if len(args) > by_place < len(known):
-        skipped = "self" in known
+        skipped = known[0] in ("self", "cls")
         named, others = ", ".join(known[skipped:by_place]) or "no argument", known[by_place:]
         raise ArgumentTypeError(
             f"{_name(function)}: expected {named} by place, and others by name; got {len(args) - skipped} by place. "
@@ -36,12 +36,24 @@ def explain(error: Exception, function: Any, args: Sequence[Any], options: Mappi
     has_sizes = {"layers", "kv_heads", "head_dim"} <= set(options)
     if _over_ranks(function) and _name(function) == "KVCache" and has_sizes and "capacity" not in options:
         raise ArgumentTypeError(CAPACITY) from None
+    missing = [x for x in required(function) if x not in {*known[: len(args)], *options}]
+    if missing:
+        raise ArgumentTypeError(
+            f"{missing[0]}: expected an argument of {_home(function)}{_name(function)}(); got none. Write "
+            f"{', '.join([f'{x}=…' for x in missing])}."
+        ) from None
 
 
 def parameters(function: Any) -> tuple[list[str], int]:
     """Returns the names of a function's arguments, and how many of them may come by place."""
     found = inspect.signature(function).parameters.values()
     return [x.name for x in found], len([x for x in found if x.kind is x.POSITIONAL_OR_KEYWORD])
+
+
+def required(function: Any) -> list[str]:
+    """Returns the names of arguments that have no default."""
+    found = inspect.signature(function).parameters.values()
+    return [x.name for x in found if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
 
 
 def unknown(function: Any, name: str) -> Exception:

@@ -89,8 +89,9 @@ _OPTIONS = {
     "q_nope q_pe qk_rope_head_dim": "q= of both parts joined, the first multiplied by W_UK",
     "head_dim head_size value_dim": "nothing: it is the last dimension of q and k, and of v",
     "generator rng key_rng dropout_seed": "seed=, an int",
-    "kv_cache_dtype is_fp8_kvcache k_scale v_scale q_descale k_descale v_descale": "nothing: codes and their scales "
-    "are a KVCache's, KVCache(dtype='int8', 'fp8' or 'int4'), or attention_paged's, k_scales= and v_scales=",
+    "kv_cache_dtype is_fp8_kvcache k_scale v_scale k_scales v_scales q_descale k_descale v_descale": "nothing: codes "
+    "and their scales are a KVCache's, KVCache(dtype='int8', 'fp8' or 'int4'), or go to "
+    "attention_paged(k_scales=, v_scales=)",
 }
 # names that belong to one library, whose own signature is here, too
 ADAPTERS = {
@@ -128,7 +129,15 @@ _KEPT = {
     "num_heads n_heads nheads heads": "kv_heads=, those of keys and values",
     "num_layers n_layers num_hidden_layers": "layers=",
 }
-_CODES = {"nbits bits quantized quantization cache_dtype kv_cache_dtype": "dtype='int8', 'fp8' or 'int4', with scales"}
+_CODES = {
+    "nbits bits kv_bits quantized quantization cache_dtype kv_dtype k_dtype v_dtype kv_cache_dtype kv_data_type "
+    "kv_cache_precision key_cache_precision value_cache_precision type_k type_v cache_type_k cache_type_v ctk ctv "
+    "cache_implementation backend": "dtype='int8', 'fp8' or 'int4', with scales",
+    "group_size q_group_size kv_group_size key_cache_group_size value_cache_group_size axis_key axis_value": "nothing: "
+    "a scale is for a token and head, or for 32 elements of 'int4'",
+    "residual_length quantized_kv_start": "nothing: every token is stored as codes",
+    "k_scale v_scale k_scales v_scales calculate_kv_scales": "nothing: a cache of codes finds scales itself",
+}
 _TOKENS = "max_seq_len max_seqlen max_model_len max_length max_len max_cache_len size n"
 _WINDOWS = "window window_size sliding_window"
 _FIRST = "keep_first num_sink_tokens sink_tokens sinks"

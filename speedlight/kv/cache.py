@@ -526,9 +526,8 @@ class KVCache:
         Raises:
             FileError: the file is missing, damaged, or something else.
         """
-        by_name(device)
         where = saved.checked_path(path)
-        file = saved.open_file(where, saved.CACHE)
+        file = saved.open_file(where, saved.CACHE, device)
         saved.check_whole(where, file.words)
         content = saved.with_capacity(saved.read(where, file), capacity)
         return saved.make_filled(where, content, lambda **sizes: cls(**sizes, device=device))

@@ -151,7 +151,7 @@ def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any, tokens: An
     undo: Overwritten = []
 
     def change() -> None:
-        journal, old = pool._journal, pool._of(sequence)
+        journal, old = pool._journal, pool._of(sequence, "PagedSequence")
         records = journal.records
         first, path = path_of(indices, start, min(old.lengths))
         length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]

@@ -24,7 +24,7 @@ from ..problem.signatures import public, refuse_unknown
 from ..problem.storage import Overwritten
 from ..problem.tokens import BLOCK, Batch, TokenShape
 from .journal import PageJournal, SequencePages, loan_of
-from .prefixes import PageTokens, no_tokens, token_bytes, with_tokens
+from .prefixes import PageTokens, no_tokens, token_bytes, token_bytes_of_rows, with_tokens
 from .query import Packed, Query, check_asked, packed_queries, packed_tokens, query_of, second_part
 from .running import run_packed
 from .saving import (
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Sequences = Sequence[PagedSequence]
+Tokens = Ints | Sequence[int | None]
 
 _HANDLES = {PagedSequence}
 
@@ -167,7 +168,8 @@ class PagePool:
 
     # --- sequences
 
-    def sequence(self, *, tokens: Ints | None = None, extra: Any = None) -> PagedSequence:
+    @public(has_frame=False)
+    def sequence(self, *, tokens: Ints | None = None, extra: Any = None, **theirs: NoReturn) -> PagedSequence:
         """Makes a new sequence. Its pages return when it is freed or deleted.
 
         Args:
@@ -192,6 +194,7 @@ class PagePool:
         >>> pool.statistics()
         {'lookups': 3, 'hits': 1, 'tokens_reused': 32, 'pages_kept': 0}
         """
+        refuse_unknown(PagePool.sequence, theirs)
         journal = self._journal
         journal.release_unowned()
         if tokens is None and extra is None:
@@ -234,8 +237,11 @@ class PagePool:
         new = PagedSequence(self, number)
         return new, weakref.ref(new, partial(self._journal.unowned.__setitem__, number))
 
-    def _of(self, sequence: Any) -> SequencePages:
-        """Returns the record of a sequence."""
+    def _of(self, sequence: Any, name: str = "sequences") -> SequencePages:
+        """Returns the record of a sequence.
+
+        name: the argument's, or the class of the handle whose method is called.
+        """
         if not isinstance(sequence, PagedSequence):
             raise ArgumentTypeError(
                 f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}."
@@ -244,7 +250,7 @@ class PagePool:
             raise ArgumentError("sequences: expected sequences of this pool; got one of another pool.")
         record = self._journal.records.get(sequence._number)
         if record is None:
-            raise ArgumentError("sequences: this sequence was freed. Make a new one with pool.sequence().")
+            raise ArgumentError(f"{name}: this sequence was freed. Make a new one with pool.sequence().")
         return record
 
     def _several(self, sequences: list[Any], numbers: list[Any]) -> list[SequencePages]:
@@ -263,7 +269,7 @@ class PagePool:
         mine = {sequence._number}
 
         def change() -> PagedSequence:
-            old, storage, journal = self._of(sequence), self._storage, self._journal
+            old, storage, journal = self._of(sequence, "PagedSequence"), self._storage, self._journal
             number, unowned = journal.lend(mine), journal.unowned
             new, handle = self._handle(number)
             pages = old.held()
@@ -281,7 +287,7 @@ class PagePool:
         undo: Overwritten = []
 
         def change() -> None:
-            records, old, size = self._journal.records, self._of(sequence), self.page_size
+            records, old, size = self._journal.records, self._of(sequence, "PagedSequence"), self.page_size
             least = min(old.lengths)
             if not 0 <= length <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {shown(length)}.")
@@ -306,7 +312,7 @@ class PagePool:
         number, mine = sequence._number, {sequence._number}
 
         def change() -> None:
-            records, old = self._journal.records, self._of(sequence)
+            records, old = self._journal.records, self._of(sequence, "PagedSequence")
             loan = self._journal.lend(mine)
             record = loan_of(old.held())
             records[loan] = record
@@ -344,7 +350,7 @@ class PagePool:
         )
 
     def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
-        record, layer = self._of(sequence), self._layer(layer)
+        record, layer = self._of(sequence, "PagedSequence"), self._layer(layer)
         return self._storage.tokens(layer, part, record.pages, record.lengths[layer])
 
     # --- files
@@ -352,7 +358,8 @@ class PagePool:
     def _save(self, sequence: PagedSequence, path: Any) -> None:
         """Writes one sequence as a cache."""
         where = checked_path(path)
-        content = transact(self, {sequence._number}, lambda: copy_sequence(self._storage, self._of(sequence)))
+        copy = lambda: copy_sequence(self._storage, self._of(sequence, "PagedSequence"))  # noqa: E731
+        content = transact(self, {sequence._number}, copy)
         write(where, CACHE, {"": content}, {})
 
     def save(self, path: str | Path, sequences: Sequences, *, model: str | None = None) -> None:
@@ -489,17 +496,17 @@ class PagePool:
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[False] = False, tokens: Ints | None = None, **options: Unpack[StepCall],
+        return_lse: Literal[False] = False, tokens: Tokens | None = None, **options: Unpack[StepCall],
     ) -> T: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: Literal[True], tokens: Ints | None = None, **options: Unpack[StepCall],
+        return_lse: Literal[True], tokens: Tokens | None = None, **options: Unpack[StepCall],
     ) -> tuple[T, T]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
-        return_lse: bool, tokens: Ints | None = None, **options: Unpack[StepCall],
+        return_lse: bool, tokens: Tokens | None = None, **options: Unpack[StepCall],
     ) -> T | tuple[T, T]: ...  # fmt: skip
     @public(StepOptions, has_frame=False)
     def attend(
@@ -512,7 +519,7 @@ class PagePool:
         *,
         new_lengths: Ints | None = None,
         q_lengths: Ints | None = None,
-        tokens: Ints | None = None,
+        tokens: Tokens | None = None,
         return_lse: bool = False,
         out: AnyArray | None = None,
         **options: Unpack[StepOptions],
@@ -532,8 +539,9 @@ class PagePool:
             q_lengths: the same of q. Default new_lengths; must be said where q has other tokens than k. Of each
                 sequence the last query is at the last token: more queries than new tokens ask for earlier ones again.
             tokens: one int for each row of k, in one list: pool.sequence(tokens=) then finds the pages that they fill.
-                They are given from a sequence's first append on; in the first layer, or in each layer the same. A tree
-                of guesses has none: PagedSequence.keep(tokens=) gives those of the path.
+                They are given from a sequence's first append on; in the first layer, or in each layer the same. Rows
+                of a sequence without tokens have None. A tree of guesses has none: PagedSequence.keep(tokens=) gives
+                those of the path.
             return_lse, out: as for speedlight.attention.
             **options: as for KVCache.attend; a mask's b, and dropout's batch item, is the index in `sequences`.
 
@@ -593,7 +601,7 @@ class PagePool:
 
         new_tokens = None
         if packed.tokens is not None:
-            new_tokens = token_bytes(packed.tokens, sum(counts))
+            new_tokens = token_bytes_of_rows(packed.tokens, counts)
             self._journal.has_tokens = True
 
         def change() -> Any:
@@ -606,7 +614,7 @@ class PagePool:
                 check_asked(packed.asked, totals)
             if new_tokens is not None:
                 empty = no_tokens(None, size, journal.generation)
-                longer = with_tokens(longer, starts, counts, new_tokens, empty)
+                longer = with_tokens(longer, starts, new_tokens, empty)
             if not fits:
                 copies = self._shared(before, starts, totals)
                 fresh = [max(-(-n // size) - x.used, 0) for x, n in zip(before, totals, strict=True)]

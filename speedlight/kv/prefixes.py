@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from typing import Any, NamedTuple
 
 from ..arrays.array import listed
-from ..arrays.integers import whole
+from ..arrays.integers import is_one, whole
 from ..errors import ArgumentError, ArgumentTypeError, shown
 
 _CODE = "q"  # tokens are kept as int64
@@ -176,19 +177,23 @@ def encode_extra(extra: Any) -> bytes:
     if extra is None:
         return _NO_EXTRA
     if type(extra) is tuple:
-        return f"({','.join([_encoded_part(part) for part in extra])})".encode()
-    return _encoded_part(extra, " Write str(extra).").encode()
+        parts = [_encoded_part(part, f"extra[{n}]") for n, part in enumerate(extra)]
+        return f"({','.join(parts)})".encode()
+    return _encoded_part(extra, "extra").encode()
 
 
-def _encoded_part(part: Any, way: str = "") -> str:
-    """Encodes a str, bytes or an int as a letter and digits."""
+def _encoded_part(part: Any, place: str) -> str:
+    """Encodes a str, bytes or an int as a letter and digits. `place`: how a caller would write it."""
     kind = type(part)
     if kind is str:
         return "s" + part.encode("utf-8", "surrogatepass").hex()
     if kind is bytes:
         return "b" + part.hex()
     if kind is not int:
-        raise ArgumentTypeError(f"extra: expected {_EXTRA}; got {kind.__name__}.{way}")
+        exact = "str" if whole(part) is None else "int"
+        if kind is list and place == "extra":
+            exact = "tuple"
+        raise ArgumentTypeError(f"extra: expected {_EXTRA}; got {kind.__name__}. Write {exact}({place}).")
     if part.bit_length() > 64:  # Python may refuse to print it
         raise ArgumentError(f"extra: expected {_EXTRA}; got an int of {part.bit_length()} bits.")
     return f"i{part}"
@@ -221,7 +226,11 @@ def _number(x: Any, what: str) -> int:
     """Returns a token that is a whole number of any library, or raises."""
     number = whole(x)
     if number is None:
-        way = " Give those of all sequences in one list: tokens.reshape(-1)." if hasattr(x, "__len__") else ""
+        way = ""
+        if isinstance(x, (str, bytes)):
+            way = " Give the numbers that the tokenizer makes of them."
+        elif hasattr(x, "__len__"):
+            way = " Give those of all sequences in one list: tokens.reshape(-1)."
         raise ArgumentTypeError(f"tokens: expected {what}; got {type(x).__name__} among them.{way}")
     return number
 
@@ -229,12 +238,55 @@ def _number(x: Any, what: str) -> int:
 def token_bytes(tokens: Any, rows: int | None, each: str = "row of k") -> bytes:
     """Returns the tokens of a call as int64 numbers; `rows`: how many there should be, None of a prompt."""
     what = "ints" if rows is None else f"{rows} ints, one for each {each}"
+    return _encoded_tokens(_listed_tokens(tokens, rows, what, has_none=False))
+
+
+def token_bytes_of_rows(tokens: Any, counts: list[int]) -> list[bytes | None]:
+    """Returns the tokens of a call's rows as int64 numbers, for each sequence; None where all entries are None.
+
+    counts: rows of each sequence.
+    """
+    rows = sum(counts)
+    numbers = _listed_tokens(tokens, rows, f"{rows} ints, one for each row of k", has_none=True)
+    ends = [*itertools.accumulate(counts, initial=0)]
+    if type(None) not in set(map(type, numbers)):
+        joined = _encoded_tokens(numbers)
+        return [joined[start * _BYTES : end * _BYTES] for start, end in itertools.pairwise(ends)]
+    found: list[bytes | None] = []
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        own = numbers[start:end]
+        missing = len([x for x in own if x is None])
+        if 0 < missing < len(own):
+            raise ArgumentError(
+                f"tokens: expected ints for all {len(own)} rows of sequence {index}, or None for all; got {missing} "
+                "None among them."
+            )
+        found.append(None if missing else _encoded_tokens(own))
+    return found
+
+
+def token_rows(tokens: Any) -> list[list[int]]:
+    """Returns the tokens of a batch as ints, a list for each sequence."""
+    what = "a list of ints for each sequence, as input_ids are"
+    rows = listed(tokens, "tokens", what)
+    if rows and all([is_one(x) for x in rows]):
+        raise ArgumentError(f"tokens: expected {what}; got one list of ints. Of one sequence write [tokens].")
+    return [array(_CODE, token_bytes(row, None)).tolist() for row in rows]
+
+
+def _listed_tokens(tokens: Any, rows: int | None, what: str, *, has_none: bool) -> list[Any]:
+    """Returns tokens as ints, as many as `rows`. `what`: the words for them; `has_none`: None may be among them."""
     numbers = listed(tokens, "tokens", what)
     if set(map(type, numbers)) - {int}:
-        numbers = [_number(x, what) for x in numbers]
+        numbers = [None if has_none and x is None else _number(x, what) for x in numbers]
     if rows is not None and len(numbers) != rows:
         way = " Leave out tokens that are stored already." if len(numbers) > rows else ""
         raise ArgumentError(f"tokens: expected {what}; got {len(numbers)}.{way}")
+    return numbers
+
+
+def _encoded_tokens(numbers: list[int]) -> bytes:
+    """Returns tokens as int64 numbers, or raises for wider ones."""
     try:
         return array(_CODE, numbers).tobytes()
     except OverflowError:
@@ -252,16 +304,13 @@ def kept_tokens(
     return (before or no_tokens(None, page_size, generation)).cut(start).extended(0, start, new)
 
 
-def with_tokens(
-    records: list[Any], starts: list[int], counts: list[int], tokens: bytes, empty: SequenceTokens
-) -> list[Any]:
-    """Returns records of sequences with a call's tokens, one sequence's after the other's.
+def with_tokens(records: list[Any], starts: list[int], tokens: list[bytes | None], empty: SequenceTokens) -> list[Any]:
+    """Returns records of sequences with a call's tokens, which token_bytes_of_rows() makes.
 
     empty: tokens of a sequence that had none yet.
     """
-    longer, at = [], 0
-    for index, (record, start, n) in enumerate(zip(records, starts, counts, strict=True)):
-        new, at = tokens[at : at + n * _BYTES], at + n * _BYTES
+    longer = []
+    for index, (record, start, new) in enumerate(zip(records, starts, tokens, strict=True)):
         before = record.tokens or empty
-        longer.append(record._replace(tokens=before.extended(index, start, new)) if n else record)
+        longer.append(record._replace(tokens=before.extended(index, start, new)) if new else record)
     return longer

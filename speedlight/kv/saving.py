@@ -19,11 +19,12 @@ import numpy as np
 from ..arrays.dtypes import CODES, DTYPES, LATENT_BLOCK, numpy_dtype
 from ..arrays.files import MappedFile, map_arrays, write_arrays
 from ..arrays.integers import integer
+from ..engines import by_name
 from ..errors import ArgumentError, ArgumentTypeError, FileError, UnsupportedError, of_a_handler
 from ..problem.checks import MOST
 from ..problem.windows import Ring, ring_of
 from .journal import SequencePages
-from .prefixes import SequenceTokens, decode_extra, encode_extra, no_tokens, token_bytes
+from .prefixes import SequenceTokens, decode_extra, encode_extra, no_tokens, token_bytes, token_rows
 from .transaction import transact
 
 _VERSION = 1
@@ -219,6 +220,17 @@ def write_sequences(path: Path, saved: SavedSequences, page_size: int, model: st
     write(path, PAGES, {"": saved.pages}, words, arrays)
 
 
+def write_layers(
+    path: Path, contents: Mapping[str, Saved], words: Mapping[str, str], tokens: list[list[int]] | None
+) -> None:
+    """Writes the caches of transformers' layers. `tokens`: those of each sequence, None if they are not known."""
+    arrays, said = {}, dict(words)
+    if tokens is not None:
+        arrays["sequence_tokens"] = np.array(tokens, np.int64)
+        said["sequences_sha256"] = _digest_of(arrays)
+    write(path, LAYERS, contents, said, arrays)
+
+
 def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
     """Returns the digest of what a file says of sequences: a wrong token would find a wrong prompt."""
     digest = hashlib.sha256()
@@ -232,8 +244,9 @@ def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
 # --- reading
 
 
-def open_file(path: Path, kind: Kind) -> MappedFile:
-    """Maps a file of a kind, of this version."""
+def open_file(path: Path, kind: Kind, device: Any = "cpu") -> MappedFile:
+    """Maps a file of a kind, of this version. `device`: where its contents are to lie, which is checked first."""
+    by_name(device)
     file = map_arrays(path)
     words = file.words
     if words.get("format") != kind.format:
@@ -257,6 +270,42 @@ def check_named(path: Path, file: MappedFile, model: str) -> None:
             f"{path}: expected {expected}; got those of model={saved!r}. Give the key that they were saved with, or "
             "compute them anew."
         )
+
+
+def check_prompt(path: Path, file: MappedFile, tokens: Any) -> int | None:
+    """Raises unless tokens begin with those of a file of layers; returns how many it has, None if it has no tokens.
+
+    tokens: a list for each sequence, or None.
+    """
+    if "sequences_sha256" not in file.words and "sequence_tokens" not in file.arrays:
+        if tokens is not None:
+            raise FileError(
+                f"{path}: expected tokens that save() was given; got a file that was saved without tokens=. Leave "
+                "tokens= out, or save it anew with tokens=."
+            )
+        return None
+    saved = _array(path, file.arrays, "sequence_tokens", (-1, -1))
+    if file.words.get("sequences_sha256") != _digest_of(file.arrays):
+        raise FileError(f"{path}: damaged; its tokens are not those that were saved.")
+    if tokens is None:
+        raise FileError(
+            f"{path}: expected tokens=, as save() was given them; got None. Give input_ids that begin with the saved "
+            "prompt."
+        )
+    rows = token_rows(tokens)
+    batch, length = saved.shape
+    if len(rows) != batch:
+        raise FileError(f"{path}: expected tokens of {batch} sequences, as were saved; got {len(rows)}.")
+    for index, (own, row) in enumerate(zip(saved.tolist(), rows, strict=True)):
+        if row[:length] != own:
+            pairs = list(itertools.zip_longest(own, row[:length]))
+            at = [one == other for one, other in pairs].index(False)
+            one, other = pairs[at]
+            raise FileError(
+                f"{path}: expected token {one} at position {at} of sequence {index}, as was saved; got {other}. Give "
+                "input_ids that begin with the saved prompt, or compute these anew."
+            )
+    return length
 
 
 def read(path: Path, file: MappedFile, prefix: str = "") -> Saved:

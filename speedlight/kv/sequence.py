@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..arrays.integers import integer
 from ..errors import ArgumentTypeError, not_pickled
 from ..problem.options import Ints
+from ..problem.signatures import public, refuse_unknown
 from .keeping import keep_in_pages
 
 
@@ -42,7 +43,7 @@ class PagedSequence:
         return f"PagedSequence({content})"
 
     def __enter__(self) -> PagedSequence:
-        self.pool._of(self)
+        self.pool._of(self, "PagedSequence")
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -52,23 +53,23 @@ class PagedSequence:
 
     def length(self, layer: int = 0) -> int:
         """Tokens of a layer."""
-        return self.pool._of(self).lengths[self.pool._layer(layer)]
+        return self.pool._of(self, "PagedSequence").lengths[self.pool._layer(layer)]
 
     @property
     def pages(self) -> tuple[int, ...]:
         """Pages that it holds, in order."""
-        return tuple(self.pool._of(self).held())
+        return tuple(self.pool._of(self, "PagedSequence").held())
 
     @property
     def tokens(self) -> list[int]:
         """Tokens that calls gave with its keys and values, from the first one on."""
-        tokens = self.pool._of(self).tokens
+        tokens = self.pool._of(self, "PagedSequence").tokens
         return [] if tokens is None else tokens.numbers()
 
     @property
     def extra(self) -> Any:
         """Key that it was made with."""
-        tokens = self.pool._of(self).tokens
+        tokens = self.pool._of(self, "PagedSequence").tokens
         return None if tokens is None else tokens.extra
 
     def fork(self) -> PagedSequence:
@@ -87,7 +88,8 @@ class PagedSequence:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
         self.pool._truncate(self, integer("length", length))
 
-    def keep(self, indices: Any, *, start: int, tokens: Ints | None = None) -> None:
+    @public(has_frame=False)
+    def keep(self, indices: Any, *, start: int, tokens: Ints | None = None, **theirs: NoReturn) -> None:
         """Keeps the tokens at these indices from `start` on, and drops the others, in every layer.
 
         As KVCache.keep() does it; pages that hold no tokens then are returned. `tokens`: those that are kept, one int
@@ -108,6 +110,7 @@ class PagedSequence:
         >>> a.keep([0, 2, 5], start=20); a.length()  # of which a path of three is right
         23
         """
+        refuse_unknown(PagedSequence.keep, theirs)
         keep_in_pages(self.pool, self, indices, start, tokens)
 
     def free(self) -> None:

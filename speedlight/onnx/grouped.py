@@ -105,6 +105,10 @@ class GroupQueryAttention(OpRun):
         )
         q, k, v = _split_inputs(query, key, value, num_heads, kv_num_heads)
         coded = _check_kinds(k_quant_type, v_quant_type, kv_cache_bit_width)
+        if not coded and past_key is not None and past_key.itemsize == 1:
+            raise ArgumentError(
+                f"k_quant_type: expected PER_TENSOR or PER_CHANNEL beside past_key of {past_key.dtype.name}; got NONE."
+            )
         lengths = _lengths_of(q, seqlens_k, total_sequence_length, past_key)
         present = [_present(name, x, new, lengths) for name, x, new in _caches(past_key, past_value, k, v)]
         if do_rotary:
@@ -183,6 +187,8 @@ def _check_kinds(k_kind: str, v_kind: str, bits: int) -> bool:
         raise ArgumentError(f"v_quant_type: expected codes of both keys and values, or of none; got {v_kind}.")
     if bits not in ((8,) if coded else (0,)):
         way = " Codes of four bits are not offered." if bits == 4 else ""
+        if not coded and bits == 8:
+            way = " Of codes write k_quant_type and v_quant_type, too."
         raise ArgumentError(f"kv_cache_bit_width: expected {8 if coded else 0} beside {k_kind}; got {bits}.{way}")
     return coded
 

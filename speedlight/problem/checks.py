@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array import describe, listed
-from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, THEIR_DTYPES, code_cache, conversion
+from ..arrays.dtypes import CODES, DTYPES, PAGE_CODES, SHORTEST, SPELLINGS, THEIR_DTYPES, code_cache, conversion
 from ..arrays.integers import integer, is_one, whole
 from ..arrays.memory import Array
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError, join_words, pass_on, shown
@@ -79,7 +79,11 @@ def dtype_name(dtype: Any) -> str:
     name = name if isinstance(name, str) else dtype if isinstance(dtype, str) else shown(dtype)
     name = name.removeprefix("torch.")
     if name not in DTYPES:
-        way = f" Write {THEIR_DTYPES[name.lower()]!r}." if name.lower() in THEIR_DTYPES else ""
+        way = ""
+        if name.lower() in THEIR_DTYPES:
+            way = f" Write {THEIR_DTYPES[name.lower()]!r}."
+        elif name in CODES or name in SPELLINGS or name.lower() in _THEIR_FORMATS:
+            way = " Only caches hold codes: `speedlight accuracy` says what they change."
         raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {shown(dtype)}.{way}")
     return name
 
@@ -232,15 +236,15 @@ def cache_dtype(dtype: Any) -> DtypeName:
     name = name.removeprefix("torch.") if isinstance(name, str) else shown(dtype)
     if name not in (*DTYPES, *CODES):
         wanted = join_words([*DTYPES, *(x if x == short else f"{x} ({short!r})" for x, short in SHORTEST.items())])
-        raise ArgumentTypeError(f"dtype: expected {wanted}; got {shown(dtype)}.{_of_dtype(name)}")
+        raise ArgumentTypeError(f"dtype: expected {wanted}; got {shown(dtype)}.{dtype_hint(name)}")
     return name
 
 
-def _of_dtype(name: str) -> str:
-    """Returns a hint for a dtype by another library's name."""
+def dtype_hint(name: str) -> str:
+    """Returns a hint for a cache's dtype by another library's name."""
     if "e5m2" in name:
         return " Its two bits of fraction are off by up to an eighth: 'fp8' and 'int8' are nearer in as many bytes."
-    ours = _THEIR_FORMATS.get(name.lower())
+    ours = _THEIR_FORMATS.get(name.lower()) or (repr(name.lower()) if name.lower() in SPELLINGS else None)
     return f" Write {ours}." if ours else ""
 
 
@@ -256,8 +260,10 @@ def check_tokens(got: str, name: str, dtype: str) -> None:
     """Raises unless new keys or values have a dtype that the cache takes."""
     if dtype in CODES:
         if got not in _FLOATS:
+            way = " Codes of your own are pages: attention_paged(k_scales=, v_scales=)." if got in PAGE_CODES else ""
             raise ArgumentTypeError(
-                f"{name}: expected float32, float16 or bfloat16, which {code_cache(dtype)} rounds itself; got {got}."
+                f"{name}: expected float32, float16 or bfloat16, which {code_cache(dtype)} rounds itself; got "
+                f"{got}.{way}"
             )
     elif got != dtype:
         way = f"Convert it first: {conversion(name, dtype)}."
@@ -377,8 +383,8 @@ def check_latent(latent: Any, head_dim: int, value_dim: int, given: Any, dtype: 
         )
     if latent and dtype in CODES and CODES[dtype].is_packed:
         raise UnsupportedError(
-            f"dtype: expected int8, float8_e4m3fn ('fp8') or a dtype of numbers with latent=True; got {dtype}. Codes "
-            "of four bits are of keys and values."
+            f"dtype: expected int8, float8_e4m3fn ('fp8') or a dtype of numbers with latent=True; got {dtype}. 'int8' "
+            "is the smallest of latents."
         )
     return latent
 

@@ -86,7 +86,7 @@ class Plan:
     tile_keys: int = TILE
     backward: bool = False
     latent: bool = False  # values are the keys' first columns, which count once
-    shared_prefix: int = 0  # leading keys that are those of all sequences, which count once
+    shared_prefix: int = 0  # leading keys that are those of all sequences; their whole tiles count once
     origin: Origin | None = None  # of the schedule, on a CPU
     measured: Callable[[], Roofs | None] | None = field(default=None, repr=False, compare=False)
     simulated: Callable[[], Balance | None] | None = field(default=None, repr=False, compare=False)
@@ -141,7 +141,8 @@ class Plan:
         """Name and text of each line of the table."""
         p = self.problem
         lengths = f"q {_range(p.q_lengths)}, k {_range(p.k_lengths)}"
-        lengths += f" ({self.shared_prefix:,} shared)" if self.shared_prefix else ""
+        shared = _whole_tiles(self.shared_prefix)
+        lengths += f" ({shared:,} shared)" if shared else ""
         mask = " and ".join(["causal"] * p.causal + ["masked"] * (p.mask is not None)) or "full"
         mask += ", scored" if p.score is not None else ""
         mask += f", dropout {p.dropout:g}" if p.dropout else ""
@@ -268,7 +269,7 @@ def of_latents(plan: Plan) -> Plan:
 
 
 def of_shared_prefix(plan: Plan, tokens: int, *, packed: bool) -> Plan:
-    """Returns the plan of sequences that have so many leading keys in common: their bytes count once.
+    """Returns the plan of sequences that have so many leading keys in common: bytes of their whole tiles count once.
 
     packed: sequences lie one after the other in arrays, where each has keys of its own.
     """
@@ -305,12 +306,19 @@ def of_shared_prefix(plan: Plan, tokens: int, *, packed: bool) -> Plan:
         )
     most = max(0, min(k - q for q, k in zip(p.q_lengths, p.k_lengths, strict=True)))
     if not 0 <= tokens <= most:
+        longest = tokens + max(p.q_lengths)
+        way = f" k_len counts shared and new tokens: write k_len={longest} or more." if tokens > 0 else ""
         raise ArgumentError(
             f"shared_prefix: expected 0 to {most}, the keys before the first query of the shortest sequence; got "
-            f"{tokens}."
+            f"{tokens}.{way}"
         )
-    saved = (p.batch - 1) * tokens * token_bytes(p, latent=plan.latent)
+    saved = (p.batch - 1) * _whole_tiles(tokens) * token_bytes(p, latent=plan.latent)
     return replace(plan, shared_prefix=tokens, bytes_read=plan.bytes_read - saved)
+
+
+def _whole_tiles(tokens: int) -> int:
+    """Returns how many of so many shared keys are read once: sequences are taken together down to whole tiles."""
+    return tokens // TILE * TILE
 
 
 def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:

@@ -15,7 +15,7 @@ TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 QUERY_BLOCK = 192  # positions whose share of dK and dV is summed before it is added
 # from such |lse| on, which holds no fractions any more, the weights of gradients are at most 1
 FAR_LSE = {"float32": 2.0**22, "float64": 2.0**51}
-PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
+PART = 16  # keys: the smallest part of a tile that is skipped; a cache's blocks stay whole, and pairs
 # where batch, head, length, dim lie
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "hld": (0, 1, 2), "lhd": (1, 0, 2)}
 

@@ -11,13 +11,13 @@ import speedlight as sl
 
 from ..arrays.dtypes import CODES, DTYPES, SHORTEST, SPELLINGS, THEIR_DTYPES, numpy_dtype
 from ..errors import ArgumentError, join_words
+from ..problem.checks import dtype_hint
 from .options import FileOptions, Json, one_of, takes_listed
 from .reports import print_report, progress
 
 FORMATS = ("bfloat16", "float16", *CODES)
 _TYPED = (*SHORTEST.values(), "bfloat16", "float16")
 _SHORT = {theirs: name for theirs, name in THEIR_DTYPES.items() if name in FORMATS} | SPELLINGS
-_SHORT |= {theirs: name for name, row in CODES.items() for theirs in row.elsewhere}
 
 
 @takes_listed
@@ -39,7 +39,8 @@ def accuracy(
     names = [_SHORT.get(x, x) for x in cache or FORMATS]
     for name in names:
         if name not in FORMATS:
-            raise ArgumentError(f"--cache: expected some of {join_words(_TYPED, 'and')}; got {name!r}.")
+            wanted = join_words(_TYPED, "and")
+            raise ArgumentError(f"--cache: expected some of {wanted}; got {name!r}.{dtype_hint(name)}")
     found, options = given.read()
     if "cu_seqlens_q" in options:
         raise ArgumentError("--layout: expected one sequence, or a batch; got several, packed by cu_seqlens_q.")

@@ -144,7 +144,8 @@ def judge(
     """Returns the function that says what wrong() does of each result that it is given, by one reference for all."""
     rows, kv_heads = min(rows, q.shape[2]), -(-heads * k.shape[1] // q.shape[1])
     few = [_on_host(x) for x in (q[:1, :heads, -rows:], k[:1, :kv_heads], v[:1, :kv_heads])]
-    want = sl.reference.attention(*few, **options)
+    of_codes = arithmetic is not None and "codes" in arithmetic  # whose k and v are float32
+    want = sl.reference.attention(few[0].astype(np.float32) if of_codes else few[0], *few[1:], **options)
     bound = sl.reference.error_bound(*few, **(arithmetic or {"dot": machine.current_isa().dot(q.dtype)}), **options).out
     return lambda got, slack=1: _outside([(as_float64(got)[:1, :heads, -rows:], want, bound * slack)])
 

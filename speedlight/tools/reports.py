@@ -111,7 +111,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
     problem |= {"masked": p.mask is not None, "scored": p.score is not None}
     schedule = {"schedule": plan.origin and plan.origin._asdict()}
     figures = {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES} | schedule
-    figures |= {"balance": plan.balance and plan.balance._asdict()}
+    figures |= {"shared_prefix": plan.shared_prefix, "balance": plan.balance and plan.balance._asdict()}
     return figures if plan.ranks is None else figures | {"ranks": spread_figures(plan.ranks)}
 
 

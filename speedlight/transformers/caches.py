@@ -19,6 +19,7 @@ from ..arrays.integers import integer
 from ..errors import shown
 from ..host.insides import TORCH
 from ..kv import saving
+from ..kv.prefixes import token_rows
 from ..problem.checks import MOST, cache_dtype, checked_sizes, new_totals
 from ..problem.options import Dtype, DtypeName
 from ..problem.signatures import public
@@ -455,15 +456,17 @@ class Cache(theirs.DynamicCache):
 
     # --- files
 
-    def save(self, path: str | Path, *, model: str | None = None) -> None:
+    def save(self, path: str | Path, *, model: str | None = None, tokens: Any = None) -> None:
         """Writes a .safetensors file, which load() reads on any device: a prompt that outlives the process.
 
         Only the user may read the file. It is written under a temporary name first, then renamed.
 
         Args:
             path: a name that ends in .safetensors.
-            model: key of the model, such as its name and revision, or its adapter. Default config.name_or_path. load()
-                asks for the same, and for a config of the same sizes.
+            model: key of the model, such as its name and revision, or its adapter. Default config.name_or_path, unless
+                that is empty. load() asks for the same, and for a config of the same sizes.
+            tokens: input_ids of the tokens in the cache, (batch, length). load() then asks for input_ids that begin
+                with them. Default None: other ids are not noticed.
 
         Raises:
             FileError: the file cannot be written; one of that name is as it was.
@@ -477,13 +480,18 @@ class Cache(theirs.DynamicCache):
         >>> cache = speedlight.transformers.Cache(model.config, capacity=64)
         >>> with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         ...     _ = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-        ...     cache.save(pathlib.Path(folder, "prompt.safetensors"), model="tiny")
-        ...     speedlight.transformers.Cache.load(
-        ...         pathlib.Path(folder, "prompt.safetensors"), model.config, model="tiny"
-        ...     ).get_seq_length()
+        ...     path, prompt = pathlib.Path(folder, "prompt.safetensors"), [[1, 2, 3]]
+        ...     cache.save(path, model="tiny", tokens=prompt)
+        ...     cache = speedlight.transformers.Cache.load(path, model.config, model="tiny", tokens=[[1, 2, 3, 4, 5]])
+        >>> cache.get_seq_length()
         3
         """
         where, name = saving.checked_path(path), saving.check_model(model) or self._name
+        if not name:
+            raise ArgumentError(
+                f"model: expected a key, since config.name_or_path is empty; got {model!r}. Give a name that tells the "
+                "model's weights from others."
+            )
         words = {"model": name, "config": json.dumps(self._identity), "capacity": str(self._capacity)}
         if self._dtype is not None:
             words["dtype"] = self._dtype
@@ -498,30 +506,43 @@ class Cache(theirs.DynamicCache):
                 f"Cache: expected layers of as many tokens; got {sorted(lengths)}: another thread is appending, or an "
                 "error has left a step half done. save() between two calls of the model, or crop() it first."
             )
-        saving.write(where, saving.LAYERS, contents, words)
+        rows = None if tokens is None else token_rows(tokens)
+        if rows is not None:
+            length, batch = max(lengths, default=0), {x.sizes["batch"] for x in contents.values()} or {len(rows)}
+            if {len(rows)} != batch:
+                raise ArgumentError(f"tokens: expected those of {max(batch)} sequences; got {len(rows)}.")
+            wrong = [len(x) for x in rows if len(x) != length]
+            if wrong:
+                way = f" generate() has not computed its last token: tokens[:, :{length}]." if wrong[0] > length else ""
+                raise ArgumentError(
+                    f"tokens: expected {length} ints of each sequence, as the cache has tokens; got {wrong[0]}.{way}"
+                )
+        saving.write_layers(where, contents, words, rows)
 
     @classmethod
+    @public(leaves_graph=False)
     def load(
-        cls, path: str | Path, config: Any, *, model: str | None = None, device: Any = "cpu",
+        cls, path: str | Path, config: Any, *, model: str | None = None, tokens: Any = None, device: Any = "cpu",
         capacity: int | None = None,
     ) -> Cache:  # fmt: skip
         """Reads what save() wrote, for a model of this config: generate() goes on with the same tokens.
 
-        generate() takes input_ids that begin with the saved prompt and have more behind it, as with other caches. The
-        file does not have the prompt's tokens, so that other ids are not noticed.
+        generate() takes input_ids that begin with the saved prompt and have more behind it, as with other caches.
 
         Args:
             path: a name that ends in .safetensors.
             config: of the model, of the sizes and the kinds of layers that it had.
             model: key of the model, as save() was given it. Default config.name_or_path.
+            tokens: input_ids that begin with those that save() was given, (batch, length or more). None where it was
+                given none.
             device: where the model lies.
             capacity: most tokens, where they are to be others than those of the cache that was saved.
 
         Raises:
-            FileError: the file is missing, damaged, or of another model.
+            FileError: the file is missing, damaged, of another model or of other tokens.
         """
         where = saving.checked_path(path)
-        file = saving.open_file(where, saving.LAYERS)
+        file = saving.open_file(where, saving.LAYERS, device)
         words = file.words
         dtype = words.get("dtype")
         try:
@@ -539,12 +560,16 @@ class Cache(theirs.DynamicCache):
                     f"says; got {shown(saved.get(name))}. Give the config of the model that computed them, or compute "
                     "them anew."
                 )
+        count = saving.check_prompt(where, file, tokens)
         for n, layer in enumerate(new.layers):
             if isinstance(layer, Layer) and f"{n}.layers" in words:
                 content = saving.read(where, file, f"{n}.")
                 if "window" not in content.sizes:
                     content = saving.with_capacity(content, capacity)
                 layer.fill(where, content, words.get(f"{n}.keys", ""), device)
+        length = max([x.get_seq_length() for x in new.layers if isinstance(x, Layer)], default=0)
+        if count not in (None, length):
+            raise FileError(f"{where}: damaged; it has {count} tokens, and keys of {length}.")
         return new
 
     def _check_decoder(self, n: int) -> None:

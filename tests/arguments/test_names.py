@@ -164,7 +164,8 @@ def test_what_a_call_itself_raises_stays():
 
     with pytest.raises(TypeError, match=r"object of type 'int' has no len\(\)"):
         sl.attention(q, q, q, mask=mask)
-    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'$"):
+    missing = r"^v: expected an argument of attention\(\); got none\. Write v=…\.$"
+    with pytest.raises(sl.ArgumentTypeError, match=missing):
         sl.attention(q, q)
     with pytest.raises(TypeError, match="takes 0 positional arguments"):
         sl.synchronize(1)

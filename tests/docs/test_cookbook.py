@@ -133,7 +133,7 @@ EXPECTED = {
 
 
 # recipes with a test of their own, below
-APART = ("Accuracy of int8 and float8", "Continuous batching", "Generate with our cache", "Shared system prompt")
+APART = ("Accuracy of quantised caches", "Continuous batching", "Generate with our cache", "Shared system prompt")
 
 
 def run(title):
@@ -211,7 +211,7 @@ def test_generate_gives_the_tokens_of_pytorch():
 
 def test_accuracy_of_codes_is_what_the_recipe_prints(capsys):
     """Against the reference in float64, over the codes' own numbers."""
-    names = run("Accuracy of int8 and float8")
+    names = run("Accuracy of quantised caches")
     said = re.search(r"RMS error of the output\"\)  # (.*)", PAGE)[1].split(", ")
     assert [x.split(" RMS")[0] for x in capsys.readouterr().out.splitlines()] == said
     exact = reference.attention(*part(names), mask=CAUSAL)

@@ -1,6 +1,20 @@
 """Some hundred faults, a module for each room of the house; tests/mutations.py puts them into the code."""
 
-from . import caches, calls, derivatives, files, gpu, gradients, kernels, lowering, shards, threads, tiles, transformers
+from . import (
+    caches,
+    calls,
+    codes,
+    derivatives,
+    files,
+    gpu,
+    gradients,
+    kernels,
+    lowering,
+    shards,
+    threads,
+    tiles,
+    transformers,
+)
 from .mutation import ROOT, Mutation
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
@@ -14,6 +28,7 @@ MUTATIONS = (
     *lowering.MUTATIONS,
     *calls.MUTATIONS,
     *caches.MUTATIONS,
+    *codes.MUTATIONS,
     *files.MUTATIONS,
     *gpu.MUTATIONS,
     *transformers.MUTATIONS,

@@ -95,6 +95,20 @@ MUTATIONS = (
         "tests/conformance/pages/test_shared_prefixes.py -k knows_its_sequence",
     ),
     Mutation(
+        "calls whose queries lie otherwise have the same stages",
+        "cpu/engine/cascade.py",
+        "stage = call.staged(counts, leaves=leaves, heads=heads)",
+        "stage = globals().setdefault(str(key), call.staged(counts, leaves=leaves, heads=heads))",
+        "tests/conformance/pages/test_shared_prefixes.py -k lie_otherwise",
+    ),
+    Mutation(
+        "the part of a tile that is skipped is half a block",
+        "problem/problem.py",
+        "PART = 16  #",
+        "PART = 8  #",
+        "tests/conformance/caches/test_caches_windows.py -k anywhere_in_a_block",
+    ),
+    Mutation(
         "what sequences share is kept for other lengths",
         "cpu/engine/cpu_engine.py",
         "(numbers.tobytes(), lengths), prepared",
@@ -283,8 +297,8 @@ MUTATIONS = (
     Mutation(
         "a pair of keys is multiplied whole where only its first is there",
         "cpu/products/fma.py",
-        "pairs = count & -2",
-        "pairs = count",
+        "end = count & -size",
+        "end = (count + (size - 1)) & -size",
         "tests/conformance/caches/test_caches.py -k truncated_cache_still_holds",
     ),
     Mutation(

@@ -14,30 +14,39 @@ SIZES = {"batch": 3, "q_heads": 8, "kv_heads": 2, "q_len": 1, "k_len": 300, "hea
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("latent", [False, True])
-def test_shared_keys_count_once(dtype, size, latent):
+def test_whole_tiles_of_shared_keys_count_once(dtype, size, latent):
     own = sl.plan(**SIZES, dtype=dtype, latent=latent)
-    for tokens in (0, 1, 256, 299):
+    for tokens, counted in ((0, 0), (1, 0), (127, 0), (128, 128), (256, 256), (299, 256)):
         plan = sl.plan(**SIZES, dtype=dtype, latent=latent, shared_prefix=tokens)
-        saved = 2 * tokens * 2 * (64 if latent else 64 + 32) * size
+        saved = 2 * counted * 2 * (64 if latent else 64 + 32) * size
         assert plan.shared_prefix == tokens and plan.bytes_read == own.bytes_read - saved
-        assert (f"({tokens} shared)" in str(plan)) == bool(tokens)
+        assert (f"({counted} shared)" in str(plan)) == ("shared" in str(plan)) == bool(counted)
         assert dataclasses.replace(plan, shared_prefix=0, bytes_read=own.bytes_read) == own, "nothing else changes"
 
 
 def test_arrays_and_lengths(rng):
-    q, k = rng.standard_normal((2, 4, 5, 16), np.float32), rng.standard_normal((2, 4, 100, 16), np.float32)
-    plan, own = (sl.plan(q, k, k, k_lengths=[100, 80], shared_prefix=n) for n in (75, 0))
-    assert own.bytes_read - plan.bytes_read == 75 * 4 * 32 * 4
-    with pytest.raises(sl.ArgumentError, match="shared_prefix: expected 0 to 75, the keys before .*; got 76"):
-        sl.plan(q, k, k, k_lengths=[100, 80], shared_prefix=76)
+    q, k = rng.standard_normal((2, 4, 5, 16), np.float32), rng.standard_normal((2, 4, 300, 16), np.float32)
+    plan, own = (sl.plan(q, k, k, k_lengths=[300, 280], shared_prefix=n) for n in (275, 0))
+    assert own.bytes_read - plan.bytes_read == 256 * 4 * 32 * 4
+    with pytest.raises(sl.ArgumentError, match="shared_prefix: expected 0 to 275, the keys before .*; got 276"):
+        sl.plan(q, k, k, k_lengths=[300, 280], shared_prefix=276)
     with pytest.raises(sl.ArgumentError, match="shared_prefix: expected 0 beside keys of one item"):
         sl.plan(q, k[:1], k[:1], shared_prefix=3)
 
 
 PACKED = {"layout": "lhd", "cu_seqlens_q": [0, 1, 2], "cu_seqlens_k": [0, 9, 20], "batch": None, "k_len": None}
 WRONG = [
-    ({"shared_prefix": 300}, sl.ArgumentError, "expected 0 to 299, the keys before the first query .*; got 300"),
-    ({"shared_prefix": -1}, sl.ArgumentError, "expected 0 to 299, .*; got -1"),
+    (
+        {"shared_prefix": 300},
+        sl.ArgumentError,
+        "expected 0 to 299, the keys before the first query .*; got 300.*k_len=301 or",
+    ),
+    ({"shared_prefix": -1}, sl.ArgumentError, r"expected 0 to 299, .*; got -1\.$"),
+    (
+        {"q_len": 600, "k_len": None, "shared_prefix": 512},
+        sl.ArgumentError,
+        "expected 0 to 0, .*; got 512.*k_len=1112 ",
+    ),
     ({"shared_prefix": 2.0}, sl.ArgumentTypeError, "expected an int"),
     ({"batch": 1}, sl.ArgumentError, "expected at least two sequences .*; got batch=1. Write batch=2"),
     ({"backward": True}, sl.UnsupportedError, "expected 0 beside backward=True; got 9"),

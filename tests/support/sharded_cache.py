@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from sharded_faults import refused as error_of
 from problems import CODES, taken
+from sharded_faults import refused as error_of
 from tolerance import assert_within
 
 import speedlight as sl

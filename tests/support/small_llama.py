@@ -39,7 +39,7 @@ def drawn(*shape, seed=0):
 @pytest.fixture(scope="module")
 def llama():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, name_or_path="small/llama")).double().eval()
 
 
 @pytest.fixture(scope="module")

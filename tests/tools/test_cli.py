@@ -171,6 +171,13 @@ def test_plan(here):
     assert masked["visible_pairs"] == 8 * int(((i * j) % 7 == 0).sum())
 
 
+def test_plan_of_shared_keys(here):
+    words = ["plan", "--decode", "--batch", 2, "--k-len", 600, "--json"]
+    report, apart = (json.loads(here(*words, *more).stdout) for more in (["--shared-prefix", 520], []))
+    assert (report["shared_prefix"], apart["shared_prefix"]) == (520, 0)
+    assert apart["bytes_read"] - report["bytes_read"] == 512 * 8 * 2 * 64 * 4
+
+
 def test_plan_of_gradients(here):
     words = ["plan", "--q-len", 300, "--dtype", "bfloat16", "--json"]
     report, forward = (json.loads(here(*words, *more).stdout) for more in (["--backward"], []))

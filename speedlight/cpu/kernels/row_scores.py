@@ -206,7 +206,7 @@ def _score_groups(
 
     def store(number: Value | None) -> None:
         """Stores the sums; of codes times their scales, which are of all columns, or of the block of this number."""
-        zero = k.const(0.0, s.vector)
+        found, zero = [], k.const(0.0, s.vector)
         for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):
             for r, (_, totals) in zip(numbers, rows, strict=True):
                 for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):
@@ -215,9 +215,12 @@ def _score_groups(
                         start = k.at(block, (k.i64(0) if number is None else number * (BLOCK * s.scale_bytes)) - header)
                         scale = load_scales(k, s.format, start, lane, n)
                         x = x * scale if number is None else scaled_sum(k, number, x, scale, p["scores"], at)
-                    k.store(x, p["scores"], at)
+                    found.append((x, at))
                     if number is not None:
                         total.total.set(zero)
+        # after all have read what they add to: groups may repeat a row
+        for x, at in found:
+            k.store(x, p["scores"], at)
 
     if s.scale_block:
         size = s.count_units(s.scale_block)

@@ -303,7 +303,7 @@ def _value_group(k: Function, s: Shape, rows: int, slots: list[Value], *, adjoin
         columns: list[Value] = columns,
         totals: list[list[Any]] = totals,
     ) -> None:
-        if adjoin and product.loads_columns:
+        if adjoin and product.loads_columns and len(columns) % 2 == 0:
             vectors = product.load_columns(k, keys, columns)
         else:
             vectors = [product.load_values(k, keys, c, count) for c in columns]

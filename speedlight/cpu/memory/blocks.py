@@ -136,7 +136,8 @@ class Coded(Store):
         scales = parts[1].astype(np.float32)
         if self.scales.number > 1:
             scales = scales.repeat(self.scales.size, -1)[..., : self.scales.columns]
-        return parts[0].astype(np.float32) * scales
+        with np.errstate(all="ignore"):  # a number next to the largest may be rounded past it
+            return parts[0].astype(np.float32) * scales
 
     def fill_scales(self, scales: np.ndarray, where: Any) -> None:
         """Stores the scales that parts() returned, in memory[where]; zeros to the end of a block."""

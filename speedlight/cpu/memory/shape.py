@@ -157,9 +157,7 @@ class Shape:
         return (self.count_units(length) + (self.packed - 1)) & -self.packed
 
     def first_of_units(self, element: Any) -> Any:
-        """Returns the first element of the units that are summed, or of the block that is read, with an element's."""
-        if self.reads_blocks:
-            return element & -BLOCK
+        """Returns the first element of the units that are summed with an element's; parts of a tile are blocks."""
         return element if self.together == 1 else element & -(self.elements * self.together)
 
     def count_weights(self, keys: Any) -> Any:

@@ -175,7 +175,7 @@ def test_what_is_refused(rng):
         "tile_scheduler_metadata": get_mla_metadata()[0],
     }  # fmt: skip
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"is_fp8_kvcache": True}, "is_fp8_kvcache: expected None; got True. Pages of codes are not offered"),
+        ({"is_fp8_kvcache": True}, "is_fp8_kvcache: expected None; got True. Rows of codes, scales and bfloat16"),
         ({"is_fp8_kvcache": 1}, "is_fp8_kvcache: expected"),
         ({"indices": x.table}, "indices: expected None; got Tensor. Chosen tokens are not offered"),
         ({"attn_sink": torch.zeros(4)}, "attn_sink: expected None; got Tensor.*sink_logits"),

@@ -237,12 +237,14 @@ def test_rotary_positions_follow_the_past(rng, interleaved):
 
 CODES = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
 SCALES = {"k_scale": np.float32([0.5]), "v_scale": np.float32([0.5])}
+CODED = dict.fromkeys(("past_key", "past_value"), np.zeros((1, 1, 4, 8), np.int8))
 FLOATS = {"past_key": np.zeros((1, 1, 4, 8), np.float32), "past_value": np.zeros((1, 1, 4, 8), np.float32)}
 WRONG = [
     (CODES | {"kv_cache_bit_width": 4}, {}, "Codes of four bits"),
     ({"k_quant_type": "PER_TOKEN"}, {}, "k_quant_type: expected NONE, PER_TENSOR or PER_CHANNEL"),
     ({"k_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}, {}, "v_quant_type: expected codes of both"),
-    ({"kv_cache_bit_width": 8}, {}, "kv_cache_bit_width: expected 0 beside NONE"),
+    ({"kv_cache_bit_width": 8}, {}, "kv_cache_bit_width: expected 0 beside NONE.* write k_quant_type"),
+    ({}, CODED, "k_quant_type: expected PER_TENSOR or PER_CHANNEL beside past_key of int8; got NONE"),
     (CODES, {"k_scale": None}, "k_scale: expected 1 of float32 beside PER_TENSOR; got None"),
     (CODES | {"v_quant_type": "PER_CHANNEL"}, {}, "v_scale: expected 8 of float32 beside PER_CHANNEL; got"),
     (CODES, FLOATS, "k_scale: expected None beside past_key of float32, since only codes"),

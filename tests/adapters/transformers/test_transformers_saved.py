@@ -14,6 +14,7 @@ from small_llama import LEFT, SIZES, as_called, llama, registered, tokens
 import speedlight as sl
 import speedlight.transformers
 from speedlight.arrays.files import read_arrays, read_metadata, write_arrays
+from speedlight.kv import saving
 
 with warnings.catch_warnings():  # of a first import, about libraries that are missing
     warnings.simplefilter("ignore")
@@ -43,7 +44,7 @@ def continued(model, tokens, cache, **options):
 
 def small(name, **options):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES | options)
+    config = getattr(transformers, f"{name}Config")(**SIZES | options, name_or_path=f"small/{name}")
     return transformers.AutoModelForCausalLM.from_config(config).float().eval()
 
 
@@ -163,12 +164,23 @@ def test_another_model_is_refused_by_name(llama, tokens, tmp_path):
             Cache.load(path, other(**{name: x}))
     with pytest.raises(sl.FileError, match="whose (layer_types|num_hidden_layers) is "):
         Cache.load(path, other(num_hidden_layers=3))
-    with pytest.raises(sl.FileError, match="expected tokens of model='mine', as given; got those of model=''"):
+    with pytest.raises(
+        sl.FileError, match="expected tokens of model='mine', as given; got those of model='small/llama'"
+    ):
         Cache.load(path, config, model="mine")
     named = other()
     named.name_or_path = "some/llama"
     with pytest.raises(sl.FileError, match="model='some/llama'"):
         Cache.load(path, named)
+    nameless = other(name_or_path="")
+    with pytest.raises(sl.FileError, match="expected tokens that were saved without model=; got those of model='small"):
+        Cache.load(path, nameless)
+    with pytest.raises(sl.ArgumentError, match="^model: expected a key, since config.name_or_path is empty; got None"):
+        Cache(nameless).save(path)
+    with pytest.raises(sl.ArgumentError, match="^model: expected a key, .* got ''"):
+        Cache(nameless).save(path, model="")
+    with pytest.raises(sl.ArgumentError, match="^device: expected 'cpu', .* got 'tpu'"):
+        Cache.load(path, config, device="tpu")
     cache.save(path, model="mine")
     with pytest.raises(sl.FileError, match="got those of model='mine'"):
         Cache.load(path, config)
@@ -182,6 +194,60 @@ def test_another_model_is_refused_by_name(llama, tokens, tmp_path):
         Cache.load(path, config)
     with pytest.raises(sl.FileError, match="No such file"):
         Cache.load(tmp_path / "none.safetensors", config)
+
+
+def test_other_tokens_are_refused_by_name(llama, tokens, tmp_path):
+    """A file that was saved with tokens= asks for input_ids that begin with them, of as many sequences."""
+    path, config, ids = tmp_path / "a.safetensors", llama.config, tokens[:, :12].tolist()
+    cache = prefilled(llama, tokens[:, :12], Cache(config))
+    cache.save(path, tokens=tokens[:, :12])
+    want = continued(llama, tokens, copy.deepcopy(cache))
+    for given in (ids, tokens, tokens.numpy(), [tuple(x) for x in ids]):
+        assert continued(llama, tokens, Cache.load(path, config, tokens=given)) == want
+    other = copy.deepcopy(ids)
+    other[1][7] += 1
+    for given, error, says in (
+        (
+            other,
+            sl.FileError,
+            rf"expected token {ids[1][7]} at position 7 of sequence 1, as was saved; got {other[1][7]}",
+        ),
+        ([ids[0], ids[1][:5]], sl.FileError, rf"expected token {ids[1][5]} at position 5 of sequence 1, .*; got None"),
+        (ids[:1], sl.FileError, "expected tokens of 2 sequences, as were saved; got 1"),
+        (None, sl.FileError, r"expected tokens=, as save\(\) was given them; got None"),
+        (ids[0], sl.ArgumentError, r"tokens: expected a list of ints for each sequence, .* write \[tokens\]"),
+        ([["a"], ["b"]], sl.ArgumentTypeError, "tokens: expected ints; got str among them"),
+    ):
+        with pytest.raises(error, match=says):
+            Cache.load(path, config, tokens=given)
+    before = path.read_bytes()
+    for given, says in (
+        (tokens, r"^tokens: expected 12 ints of each sequence, .*; got 13\. generate\(\) has not .* tokens\[:, :12\]"),
+        (tokens[:, :11], r"^tokens: expected 12 ints of each sequence, as the cache has tokens; got 11\.$"),
+        (tokens[:1, :12], "^tokens: expected those of 2 sequences; got 1"),
+    ):
+        with pytest.raises(sl.ArgumentError, match=says):
+            cache.save(path, tokens=given)
+    assert path.read_bytes() == before
+    words, stored = read_metadata(path), read_arrays([path])
+    short = stored["sequence_tokens"][:, :5].copy()
+    for x in (stored["sequence_tokens"] + 1, short, short[0], None):
+        write_arrays(path, {n: y for n, y in (stored | {"sequence_tokens": x}).items() if y is not None}, words)
+        with pytest.raises(sl.FileError, match="damaged"):
+            Cache.load(path, config, tokens=tokens)
+    digest = {"sequences_sha256": saving._digest_of({"sequence_tokens": short})}
+    write_arrays(path, stored | {"sequence_tokens": short}, words | digest)
+    with pytest.raises(sl.FileError, match="damaged; it has 5 tokens, and keys of 12"):
+        Cache.load(path, config, tokens=tokens)
+    cache.save(path)
+    with pytest.raises(sl.FileError, match="got a file that was saved without tokens="):
+        Cache.load(path, config, tokens=tokens)
+
+
+def test_an_empty_cache_has_no_tokens(llama, tmp_path):
+    path = tmp_path / "a.safetensors"
+    Cache(llama.config).save(path, tokens=[[], []])
+    assert Cache.load(path, llama.config, tokens=[[1, 2], [3, 4]]).get_seq_length() == 0
 
 
 def test_another_dtype_of_the_model_is_named_by_its_first_call(llama, tokens, tmp_path):

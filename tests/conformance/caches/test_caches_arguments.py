@@ -83,12 +83,38 @@ def test_float8_by_its_names():
 
     for name in ("fp8", "fp8_e4m3", "float8_e4m3", "float8_e4m3fn", torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn):
         assert made(name).dtype == "float8_e4m3fn"
-    for theirs, way in (("fp16", "Write 'float16'"), ("e4m3", "Write 'fp8'"), ("fp8_e5m2", "two bits of fraction")):
+    for theirs, way in (
+        ("fp16", "Write 'float16'"),
+        ("e4m3", "Write 'fp8'"),
+        ("fp8_e5m2", "two bits of fraction"),
+        ("q8_0", "Write 'int8'"),
+        ("u8", "Write 'int8'"),
+        ("nf4", "Write 'int4'"),
+    ):
         with pytest.raises(sl.ArgumentTypeError, match=way):
             made(theirs)
     for other in (torch.float8_e5m2, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3, "e4m3"):
         with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8, float8_e4m3fn \\('fp8'\\) or int4; got"):
             made(other)
+
+
+def test_other_libraries_options_of_quantised_caches_are_known():
+    x, sizes = np.ones((1, 2, 3, 8), np.float32), {"layers": 1, "kv_heads": 2, "head_dim": 8, "capacity": 8}
+    both = r"KVCache\(dtype='int8'.*attention_paged\(k_scales=, v_scales=\)"
+    for theirs in ("kv_cache_dtype", "k_scale", "k_scales", "v_descale"):
+        with pytest.raises(sl.ArgumentTypeError, match=both):
+            sl.attention(x, x, x, **{theirs: 1.0})
+    for theirs, way in (
+        ("kv_bits", "Use dtype='int8', 'fp8' or 'int4'"),
+        ("type_k", "Use dtype='int8'"),
+        ("q_group_size", "Leave it out: a scale is for a token and head"),
+        ("residual_length", "Leave it out: every token is stored as codes"),
+        ("k_scales", "Leave it out: a cache of codes finds scales itself"),
+    ):
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{theirs}: .*{way}"):
+            sl.KVCache(**sizes, **{theirs: 8})
+    with pytest.raises(sl.ArgumentTypeError, match=r"Codes of your own are pages: attention_paged\(k_scales="):
+        sl.KVCache(**sizes, dtype="int8").append(0, x.astype(np.int8), x.astype(np.int8))
 
 
 def test_memory_that_cannot_be_reserved_is_an_error_of_ours():

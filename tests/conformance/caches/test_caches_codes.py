@@ -39,6 +39,30 @@ def test_codes_against_the_oracle(isa, one_width, rng, codes, dtype, d, dv, opti
     assert_within(whole[1][:, :, -last.shape[2] :], want_lse, bounds.lse)
 
 
+@pytest.mark.units
+@pytest.mark.each("dtype", "codes", "heads")
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (2, 1), (3, 1), (5, 1), (7, 1), (3, 2), (2, 3)])
+def test_a_task_of_any_number_of_heads(isa, one_width, rng, codes, dtype, heads, group):
+    """One thread takes all heads at once: no head that fills up a group of them changes another's scores."""
+    d, dv = 100, 70  # keys and values have several scales
+    q, k, v = qkv(rng, dtype, 1, heads * group, heads, 35, 35, d, dv)
+    cache = made(codes, d, dv, kv_heads=heads)
+    sl.set_threads(1)
+    steps = [cache.attend(0, *(x[:, :, n : n + 1] for x in (q, k, v)), return_lse=True) for n in range(35)]
+    out, lse = (np.concatenate(x, axis=2) for x in zip(*steps, strict=True))
+    stored = cache.keys(0), cache.values(0)
+    want, want_lse = sl.reference.attention(
+        q.astype(np.float64), *(x.astype(np.float64) for x in stored), causal=True, return_lse=True
+    )
+    dot = isa_named(isa).dot(q.dtype, codes=dtypes.scales_of(codes, latent=False))
+    bounds = sl.reference.error_bound(q, *stored, causal=True, codes=codes, dot=dot)
+    step = {"float32": 0.0, "bfloat16": 2.0**-8}[dtype]
+    assert_within(out, want, bounds.out + step * np.abs(want))
+    assert_within(lse, want_lse, bounds.lse)
+
+
 def test_the_table_is_of_every_format():
     """Each row has its class, and no names, or tensors on a GPU, are those of two."""
     assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *CODES}
@@ -170,6 +194,16 @@ def test_scales_of_four_bits_that_float16_has_not(rng, exponent):
     assert (np.abs(scales[past, 0]) == 65504).all() and past.any() == (exponent > 18)
     inside = np.abs(x) <= 7.5 * 65504
     assert (off[past] <= np.where(inside[past], 65504 / 2, np.abs(x[past]) - 7 * 65504)).all()
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_numbers_next_to_the_largest_are_given_back_in_silence(codes):
+    """A code times its scale may be rounded past the largest float32."""
+    x = np.full((1, 1, 2, 40), np.finfo(np.float32).max)
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=40, capacity=2, dtype=codes)
+    cache.append(0, x, x)
+    with np.errstate(all="raise"):
+        assert (cache.keys(0) > 0).all() and (cache.values(0) > 0).all()
 
 
 def test_blocks_of_four_bits_with_nan_are_nan_alone(rng):

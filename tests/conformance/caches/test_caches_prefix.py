@@ -262,5 +262,9 @@ def test_refusals():
     ):
         with pytest.raises(error, match=match):
             sl.KVCache.from_prefix(*given)
+    with pytest.raises(
+        sl.ArgumentTypeError, match=r"^batch: expected an argument of KVCache\.from_prefix\(\); got none"
+    ):
+        sl.KVCache.from_prefix(prefix)
     with pytest.raises(sl.ArgumentError, match="capacity: expected at least the prefix's 200 tokens; got 100"):
         sl.KVCache.from_prefix(prefix, 2, capacity=100)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from caches import made
 from conftest import FULL
-from problems import qkv, taken
+from problems import numpy_dtype, qkv, taken
 
 import speedlight as sl
 from speedlight.cpu.engine.storage import CacheStorage
@@ -228,3 +228,17 @@ def test_no_two_threads_write_to_one_block_of_a_ring(rng, monkeypatch):
         assert slot == at and len(set(blocks.values())) == len(blocks)
         at += count
     assert at == first + 1000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("seen", [3, 21, 50, 133, 300])
+@pytest.mark.parametrize("old", [0, 5, 200])
+def test_the_first_key_that_a_mask_shows_lies_anywhere_in_a_block(rng, dtype, seen, old):
+    """Panels read whole blocks of a cache, from the block on that has the first key."""
+    kind = numpy_dtype(dtype)
+    q, k, v = (rng.standard_normal((1, heads, old + 90, 32)).astype(kind) for heads in (4, 2, 2))
+    cache, mask = sl.KVCache(layers=1, kv_heads=2, head_dim=32, capacity=512, dtype=dtype), sl.window(seen, 0)
+    if old:
+        cache.append(0, k[:, :, :old], v[:, :, :old])
+    got = cache.attend(0, *(x[:, :, old:] for x in (q, k, v)), mask=mask)
+    assert got.tobytes() == sl.attention(q[:, :, old:], k, v, mask=mask, causal=True).tobytes()

@@ -69,11 +69,12 @@ class Forest:
         self.given.append(parts)
         return len(self.trees) - 1
 
-    def check(self, which, count=1, turns=2, **options):
-        """Compares a step of some sequences in both pools; returns the results."""
+    def check(self, which, count=1, turns=2, lies=None, **options):
+        """Compares a step of some sequences in both pools; returns the results. lies: moves q in memory."""
         kv_heads, group = self.heads
         for _ in range(turns):  # the second is a repeated one
             q, new = self.drawn(count * len(which), kv_heads * group, self.dims[0]), self.tokens(count * len(which))
+            q = q if lies is None else lies(q)
             more = {} if count == 1 else {"new_lengths": [count] * len(which)}
             got, want = (
                 pool.attend(0, [self.trees[n][side] for n in which], q, *new, return_lse=True, **more, **options)
@@ -220,6 +221,27 @@ def test_an_interrupt_between_stages_leaves_the_pool(rng, monkeypatch, stage):
         pytest.fail("expected an interrupt")
     assert ([x.length(0) for x in sequences], pool.free_pages) == before
     forest.check(some)
+
+
+def _beside_nan(q, axis):
+    """Returns q in an array that has NaN behind each of its rows along an axis."""
+    gap = np.full_like(q, np.nan)
+    return np.concatenate([q, gap], axis)[tuple([slice(n) for n in q.shape])]
+
+
+def test_queries_that_lie_otherwise_have_stages_of_their_own(rng, always):
+    """Steps of one form but for the strides of q, one after the other, in both orders."""
+    forest = Forest(rng, "float32")
+    root = forest.plant(300)
+    some = [forest.plant(n, root) for n in (1, 20, 40)]
+    ways = [
+        None, lambda q: _beside_nan(q, 1), lambda q: _beside_nan(q, 2),
+        lambda q: np.ascontiguousarray(q.swapaxes(0, 1)).swapaxes(0, 1),
+    ]  # fmt: skip
+    for lies in (*ways, *ways[::-1]):
+        for count in (1, 3):
+            forest.check(some, count, turns=1, lies=lies)
+    assert any(leaves for leaves, *_ in always)
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])

@@ -129,6 +129,52 @@ def test_tokens_may_be_given_in_any_layer(said):
     assert_computed(pool.sequence(tokens=PROMPT), PROMPT[:48])
 
 
+def test_a_step_may_mix_sequences_with_and_without_tokens(rng):
+    """Entries of None are rows of a sequence whose tokens nobody gives; the others are found as if alone."""
+    pool = made()
+    told, untold, forked = pool.sequence(tokens=PROMPT), pool.sequence(), append(pool, pool.sequence(), PROMPT[:20])
+    k, v = (np.concatenate([x, x[:3], x[:5]]) for x in computed(pool, 0, PROMPT))
+    q = packed(rng, "float32", 58)[0]
+    before = forked.tokens
+    pool.attend(0, [told, untold, forked], q, k, v, new_lengths=[50, 3, 5], tokens=[*PROMPT, *[None] * 3, *[None] * 5])
+    assert (told.tokens, untold.tokens, forked.tokens) == (PROMPT, [], before)
+    assert [x.length() for x in (told, untold, forked)] == [50, 3, 25] and found_of(pool, PROMPT) == 48
+    assert_computed(told, PROMPT)
+    rows = [x[:2] for x in (q, k, v)]
+    pool.attend(0, [untold, told], *rows, tokens=np.array([None, 7]))
+    pool.attend(0, [untold, told], *rows, tokens=[None, None])
+    assert untold.tokens == [] and told.tokens == [*PROMPT, 7] and told.length() == 52
+    with pytest.raises(sl.ArgumentError, match="no call gave the tokens of sequence 1 from position 51 on"):
+        pool.attend(0, [untold, told], *rows, tokens=[None, 8])
+    check_accounts(pool, [told, untold, forked])
+
+
+def test_a_freed_sequence_is_named_by_its_argument_or_its_class():
+    pool = made()
+    gone, x = pool.sequence(), computed(pool, 0, PROMPT[:1])
+    gone.free()
+    for call in (
+        gone.length, gone.fork, gone.free, lambda: gone.truncate(0), lambda: gone.keep([], start=0), lambda: gone.pages,
+        lambda: gone.keys(0), lambda: gone.save("a.safetensors"),
+    ):  # fmt: skip
+        with pytest.raises(sl.ArgumentError, match="^PagedSequence: this sequence was freed"):
+            call()
+    for call in (lambda: pool.append(0, [gone], *x), lambda: pool.save("a.safetensors", [gone])):
+        with pytest.raises(sl.ArgumentError, match="^sequences: this sequence was freed"):
+            call()
+
+
+def test_misspelt_names_are_told_the_right_ones():
+    pool = made()
+    for call in (
+        pool.sequence,
+        lambda **x: pool.append(0, [], None, **x),
+        lambda **x: pool.sequence().keep([], start=0, **x),
+    ):
+        with pytest.raises(TypeError, match="Did you mean 'tokens'"):
+            call(token=[1])
+
+
 def test_a_call_that_fails_enters_nothing(rng, monkeypatch):
     pool = made()
     sequence = pool.sequence()
@@ -479,7 +525,7 @@ WRONG = [
     (of_rows(tokens=[1, True, 3]), "got bool among them"),
     (of_rows(tokens=np.ones(3, np.float32)), "got float among them"),
     (of_rows(tokens=[[1, 2, 3]]), r"got list among them\. Give those of all sequences in one list: tokens.reshape"),
-    (of_rows(tokens=[1, 2, None]), "got NoneType among them"),
+    (of_rows(tokens=[1, 2, None]), "ints for all 3 rows of sequence 0, or None for all; got 1 None"),
     (of_rows(tokens=[1, 2, 1 << 63]), "tokens: expected ints of 64 bits; got 9223372036854775808"),
     (of_rows(tokens=7), "tokens: expected 3 ints, one for each row of k; got int"),
     (of_rows(tokens="abc"), "tokens: expected 3 ints, one for each row of k; got str"),
@@ -506,6 +552,27 @@ WRONG = [
     (lambda p, s, q, k, v: p.sequence(tokens="abc"), "tokens: expected ints; got str"),
     (lambda p, s, q, k, v: p.sequence(extra=1.5), "extra: expected a str, bytes, an int of 64 bits, or a tuple of"),
     (lambda p, s, q, k, v: p.sequence(extra=True), r"got bool\. Write str\(extra\)"),
+    (lambda p, s, q, k, v: p.sequence(extra=np.int64(3)), r"got int64\. Write int\(extra\)"),
+    (lambda p, s, q, k, v: p.sequence(extra=("a", np.int8(3))), r"got int8\. Write int\(extra\[1\]\)"),
+    (lambda p, s, q, k, v: p.sequence(extra=["a"]), r"got list\. Write tuple\(extra\)"),
+    (
+        lambda p, s, q, k, v: p.sequence(tokens=np.array(["a"])),
+        "tokens: expected ints; got str among them. Give the numbers that the tokenizer makes of them",
+    ),
+    (lambda p, s, q, k, v: p.sequence(tokens=[[1], [2]]), r"ints; got list among them\. .*tokens.reshape\(-1\)"),
+    (lambda p, s, q, k, v: p.sequence(tokens=[1, None]), "ints; got NoneType among them"),
+    (
+        lambda p, s, q, k, v: p.append(0, [s, p.untold], k, v, new_lengths=[1, 2], tokens=[1, None, 4]),
+        "tokens: expected ints for all 2 rows of sequence 1, or None for all; got 1 None among them",
+    ),
+    (
+        lambda p, s, q, k, v: p.append(0, [s, p.untold], k, v, new_lengths=[1, 2], tokens=[1, None]),
+        "tokens: expected 3 ints, one for each row of k; got 2",
+    ),
+    (
+        lambda p, s, q, k, v: p.append(0, [s, p.untold], k, v, new_lengths=[1, 2], tokens=["a", None, None]),
+        "tokens: expected 3 ints, one for each row of k; got str among them",
+    ),
     (lambda p, s, q, k, v: p.sequence(extra=("a", None)), "extra: .* got NoneType"),
     (lambda p, s, q, k, v: p.sequence(extra=("a", ("b",))), "extra: .* got tuple"),
     (lambda p, s, q, k, v: p.sequence(extra=1 << 70), "extra: .* got an int of 71 bits"),
