@@ -12,6 +12,7 @@ import typer
 import speedlight as sl
 
 from ..host import machine
+from ..problem.options import DtypeName
 from .measuring import about, arithmetic_of_cache, as_float64, normal_numbers, wrong, wrong_gradients
 from .options import Json, on_unit
 from .peers import as_tensors
@@ -19,6 +20,12 @@ from .reports import print_report, progress
 
 _SHAPES = (1, 4, 200, 64), (1, 2, 200, 64), (1, 2, 200, 64)  # of q, k and v: a group of two, and no whole tile
 _DTYPES = "float32", "bfloat16", "float16", "float64"
+_CACHES: tuple[tuple[DtypeName, str], ...] = (  # and the dtype of queries
+    ("float32", "float32"),
+    ("int8", "float32"),
+    ("int8", "bfloat16"),
+    ("int4", "bfloat16"),
+)
 
 
 def check(as_json: Json = False) -> None:
@@ -84,7 +91,7 @@ def _backward() -> str | None:
 
 
 def _cache() -> str | None:
-    for dtype, queries in (("float32", "float32"), ("int8", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16")):
+    for dtype, queries in _CACHES:
         q, k, v = normal_numbers(queries, *_SHAPES)
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=200, dtype=dtype)
         chunks = [cache.attend(0, *(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 150), (150, 199), (199, 200))]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from engines import one_vector, tuned
-from problems import qkv
+from problems import CODES, numpy_dtype, qkv, taken
 from test_attention import (  # noqa: F401 - collected here as well, with the fixture `isa` below
     test_every_dim,
     test_every_length,
@@ -30,7 +30,9 @@ from speedlight.host.tunings import Fetching
 
 BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
 ROW = tunings.RegisterTiles(
-    24, (8, 8, 6), ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 1), (1, 1)), ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),),
+    24, (8, 8, 6),
+    ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 2), (2, 1), (1, 2)), ((4, 1), (1, 1)),
+    ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),), ((4, 2, 3), (1, 4, 1)),
     ((6, 3), (8, 2), (8, 1)), 2,
 )  # fmt: skip
 
@@ -71,6 +73,20 @@ def test_its_bits_are_those_of_the_unit_it_is_made_from(isa, rng, dtype, rows, m
     assert cache.attend(0, q).tobytes() == sl.attention(q, k, v).tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_have_the_bits_of_the_unit_it_is_made_from(isa, rng, codes, dtype, monkeypatch):
+    """Of few rows, of some, and of panels."""
+    q, k, v = qkv(rng, dtype, 1, 6, 2, 300, 300, 100, 72)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=100, value_dim=72, capacity=300, dtype=codes)
+    cache.append(0, k, v)
+    results = []
+    for name in (isa, isa.removesuffix("r24")):
+        monkeypatch.setenv("SPEEDLIGHT_ISA", name)
+        results.append(b"".join(cache.attend(0, q[:, :, -n:]).tobytes() for n in (1, 3, 300)))
+    assert results[0] == results[1]
+
+
 FETCHINGS = (
     *[tunings.TUNINGS["other"].fetching] * FULL,
     Fetching(0, 0, 0, 0, False, 1, False, 0),
@@ -78,17 +94,22 @@ FETCHINGS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"] if FULL else ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *CODES, *["float32"] * FULL])
 def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
-    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 1, 4, 1, 1, 700, 64, 64)
+    q, k, v = qkv(rng, taken(dtype), 1, 4, 1, 1, 700, 64, 64)
+    low = q.astype(numpy_dtype("bfloat16"))
     results = set()
     for fetching in FETCHINGS:
         with tuned(fetching=asdict(fetching)):
             cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
             cache.append(0, k, v)
-            own = b"" if dtype == "int8" else sl.attention(np.ascontiguousarray(q), k, v).tobytes()
+            own = (
+                cache.attend(0, low).tobytes()
+                if dtype in CODES
+                else sl.attention(np.ascontiguousarray(q), k, v).tobytes()
+            )
             rows = np.repeat(q, 150, axis=2)
-            for d in (64, 9, 24) if FULL or dtype != "int8" else ():  # the last two in an odd number of parts
+            for d in (64, 9, 24) if FULL or dtype not in CODES else ():  # the last two in an odd number of parts
                 own += sl.attention(rows[..., :d], k[..., :d], v, causal=True).tobytes()
             results.add(own + cache.attend(0, q).tobytes())
     assert len(results) == 1
