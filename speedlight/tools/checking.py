@@ -12,6 +12,7 @@ import typer
 import speedlight as sl
 
 from ..host import machine
+from ..problem.options import DtypeName
 from .measuring import about, arithmetic_of_cache, as_float64, normal_numbers, wrong, wrong_gradients
 from .options import Json, on_unit
 from .peers import as_tensors
@@ -83,8 +84,14 @@ def _backward() -> str | None:
     return wrong_gradients(sl.attention_backward(*given, causal=True), *given, causal=True)
 
 
+# of caches, and of the queries over them
+_CACHES: tuple[tuple[DtypeName, str], ...] = (
+    ("float32", "float32"), ("int8", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16"),
+)  # fmt: skip
+
+
 def _cache() -> str | None:
-    for dtype, queries in (("float32", "float32"), ("int8", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16")):
+    for dtype, queries in _CACHES:
         q, k, v = normal_numbers(queries, *_SHAPES)
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=200, dtype=dtype)
         chunks = [cache.attend(0, *(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 150), (150, 199), (199, 200))]
