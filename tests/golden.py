@@ -1,4 +1,4 @@
-"""The bits of `sl.ARITHMETIC = 2`: a hash of the results of some 300 problems, kept in golden.json.
+"""The bits of `sl.ARITHMETIC = 3`: a hash of the results of some 350 problems, kept in golden.json.
 
     python tests/golden.py            compares, on every vector unit of this machine
     python tests/golden.py --write    writes the file anew: only where the arithmetic is meant to change
@@ -25,6 +25,8 @@ import numpy as np
 from problems import CODES, DTYPES, digest
 
 import speedlight as sl
+from speedlight.arrays.dtypes import CODES as DTYPES_OF_CODES
+from speedlight.arrays.dtypes import scales_of
 from speedlight.host.machine import isa_named, runnable_isas
 
 FILE = Path(__file__).with_name("golden.json")
@@ -172,24 +174,52 @@ def cached() -> Iterator[Case]:
         if dtype not in CODES:
             for size in (16, 5):
                 yield f"pages of {size}", dtype, lambda d=dtype, n=size: _paged(d, n)
+    for codes in CODES:
+        of = f"bfloat16 over {codes}"
+        for name, given in options.items():
+            yield name, of, lambda d=codes, g=given: _through_cache(d, {"capacity": 1400}, g, "bfloat16")
+        sizes = rings["window, first kept"]
+        yield "window, first kept", of, lambda d=codes, s=sizes: _through_cache(d, s, {}, "bfloat16")
+        yield "pool", of, lambda d=codes: _through_pool(d, "bfloat16")
+        if DTYPES_OF_CODES[codes].bits == 8:
+            for dtype in ("float32", "bfloat16"):
+                yield f"latents under {dtype}", codes, lambda d=codes, q=dtype: _latents(d, q)
 
 
-def _through_cache(dtype: str, sizes: dict[str, Any], options: dict[str, Any]) -> tuple[np.ndarray, ...]:
+def _taken(dtype: str, queries: str | None) -> str:
+    """Returns the dtype of what a cache is given."""
+    return queries or ("float32" if dtype in CODES else dtype)
+
+
+def _through_cache(
+    dtype: str, sizes: dict[str, Any], options: dict[str, Any], queries: str | None = None
+) -> tuple[np.ndarray, ...]:
     h, g, d, dv = 4, 2, 40, 33
     cache = sl.KVCache(layers=1, batch=2, kv_heads=g, head_dim=d, value_dim=dv, dtype=dtype, **sizes)
     found: list[np.ndarray] = []
     for step, n in enumerate((300, 1, 1, 17, 800, 3, 1)):
-        q, k, v = qkv("float32" if dtype in CODES else dtype, (h, g, n, n, d, dv), batch=2, seed=10 * step)
+        q, k, v = qkv(_taken(dtype, queries), (h, g, n, n, d, dv), batch=2, seed=10 * step)
         found.extend(cache.attend(0, q, k, v, return_lse=True, **options))
     return tuple(found)
 
 
-def _through_pool(dtype: str) -> tuple[np.ndarray, ...]:
+def _latents(dtype: str, queries: str) -> tuple[np.ndarray, ...]:
+    """Codes in two blocks of columns, and numbers beside them."""
+    h, latent, d = 4, 200, 221
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=latent, latent=True, capacity=1400, dtype=dtype)
+    found: list[np.ndarray] = []
+    for step, n in enumerate((300, 1, 17, 800, 1)):
+        q, k, _ = qkv(queries, (h, 1, n, n, d, 1), seed=10 * step)
+        found.extend(cache.attend(0, q, k, return_lse=True))
+    return tuple(found)
+
+
+def _through_pool(dtype: str, queries: str | None = None) -> tuple[np.ndarray, ...]:
     h, g, d, dv = 4, 2, 40, 33
     pool = sl.PagePool(layers=1, pages=40, page_size=32, kv_heads=g, head_dim=d, value_dim=dv, dtype=dtype)
     sequences, found = [pool.sequence() for _ in range(3)], []
     for step, new in enumerate(([40, 1, 300], [1, 1, 1], [0, 20, 5], [1, 1, 1])):
-        q, k, v = qkv("float32" if dtype in CODES else dtype, (h, g, sum(new), sum(new), d, dv), seed=10 * step)
+        q, k, v = qkv(_taken(dtype, queries), (h, g, sum(new), sum(new), d, dv), seed=10 * step)
         q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v))
         found.extend(pool.attend(0, sequences, q, k, v, new_lengths=new, return_lse=True))
         if step == 1:
@@ -211,8 +241,12 @@ def cases() -> Iterator[Case]:
 
 
 def class_of(dtype: str, unit: str) -> str:
-    """Names the class of bits: bfloat16 by the dot instruction, and by tiles, has bits of its own."""
-    dot = isa_named(unit).dot(dtype)
+    """Names the class of bits: bfloat16 by the dot instruction, and by tiles, has bits of its own.
+
+    dtype: of a case, which has codes behind that of queries.
+    """
+    queries, _, codes = dtype.partition(" over ")
+    dot = isa_named(unit).dot(queries, codes=scales_of(codes or None, latent=False))
     return f"{dtype}, {'dot' if dot is True else dot}" if dot else dtype
 
 
@@ -221,7 +255,7 @@ def mismatches(known: dict[str, str], unit: str) -> list[str]:
     os.environ["SPEEDLIGHT_ISA"] = unit
     wrong = []
     for name, dtype, run in cases():
-        if isa_named(unit).asked and dtype != "bfloat16":  # all else is as on another unit
+        if isa_named(unit).asked and "bfloat16" not in dtype:  # all else is as on another unit
             continue
         key = f"{class_of(dtype, unit)}: {name}"
         found = digest(run())
