@@ -49,9 +49,7 @@ def saved_prompts(path, prompts, extra=None, layers=2):
     return pool, sequences
 
 
-@pytest.mark.parametrize(
-    ("latent", "dtype"), [(x, y) for x in (False, True) for y in KINDS if not x or y != "int4"]
-)
+@pytest.mark.parametrize(("latent", "dtype"), [(x, y) for x in (False, True) for y in KINDS if not x or y != "int4"])
 def test_sequences_come_back(rng, tmp_path, dtype, latent):
     """Into pages of another pool that is partly used: the same bits, shared alike, and they go on alike."""
     pool, sequences = grown(rng, dtype=dtype, latent=latent)
