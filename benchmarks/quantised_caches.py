@@ -30,8 +30,8 @@ from speedlight.arrays.dtypes import CODES
 from speedlight.tools.measuring import alternate, quantiles, ratios, stay_awake
 
 _STEPS = 16  # tokens of a measured generation
-# relative changes of the perplexity: our float32 cache's, and a cache of codes'
-_SAME, _NEAR = 1e-4, 0.1
+# the largest relative change of the perplexity that is no error; four bits of keys cost small models most
+_MOST = {"float32": 1e-4, "bfloat16": 5e-3, "int8": 1e-2, "float8_e4m3fn": 5e-2, "int4": 0.25}
 
 
 class Sizes(NamedTuple):
@@ -193,8 +193,8 @@ def rows(turns: int, sizes: Sizes = Sizes(), load: Callable[..., tuple[Any, torc
 def _wrong(values: dict[str, float], exact: float) -> str | None:
     """Says whose perplexity of ours is farther from float32's than codes make it; None if none is."""
     for name, value in values.items():
-        most = _SAME if name == "speedlight float32" else _NEAR
-        if name.startswith("speedlight") and not abs(value / exact - 1) <= most:
+        ours, _, dtype = name.partition(" ")
+        if ours == "speedlight" and not abs(value / exact - 1) <= _MOST[dtype or "bfloat16"]:
             return f"{name}: a perplexity of {value:.4f}, and {exact:.4f} in float32"
     return None
 

@@ -90,6 +90,12 @@ def _backward() -> str | None:
     return wrong_gradients(sl.attention_backward(*given, causal=True), *given, causal=True)
 
 
+# of caches, and of the queries over them
+_CACHES: tuple[tuple[DtypeName, str], ...] = (
+    ("float32", "float32"), ("int8", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16"),
+)  # fmt: skip
+
+
 def _cache() -> str | None:
     for dtype, queries in _CACHES:
         q, k, v = normal_numbers(queries, *_SHAPES)

@@ -11,6 +11,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from coded_pages import FORMATS, LARGEST, codes_of
 from conftest import FULL
 from guarded import Guarded, libc
 from problems import CODES, DTYPES, numpy_dtype, taken
@@ -102,6 +103,11 @@ def ending_memory(guarded):
     return pages
 
 
+def queries_over(rng, dtype, q):
+    """Queries over a cache of this dtype: over codes half of them are bfloat16, whose kernels are others."""
+    return q.astype(numpy_dtype("bfloat16")) if dtype in CODES and rng.random() < 0.5 else q
+
+
 @pytest.mark.units
 @pytest.mark.each("dtype", "window")
 @pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
@@ -121,7 +127,7 @@ def test_guard_pages_of_caches(isa, one_width, guarded, dtype, window, monkeypat
         while cache.length(0) < cache.capacity:
             n = min(cache.capacity - cache.length(0), int(rng.choice([1, 1, 2, 16, 40, 260])))
             q, k, v = (rng.standard_normal((1, h, n, x)).astype(kind) for h, x in ((2, d), (1, d), (1, dv)))
-            assert np.isfinite(cache.attend(0, q, k, v).astype(np.float32)).all()
+            assert np.isfinite(cache.attend(0, queries_over(rng, dtype, q), k, v).astype(np.float32)).all()
 
 
 @pytest.mark.each("dtype")
@@ -140,6 +146,7 @@ def test_guard_pages_of_pools(isa, one_width, guarded, dtype, monkeypatch):
         while pool.free_pages > 1:
             counts = [int(rng.integers(0, 1 + size // int(rng.integers(1, 9)))) for _ in sequences]
             q, k, v = (rng.standard_normal((sum(counts), h, x)).astype(kind) for h, x in ((2, d), (1, d), (1, dv)))
+            q = queries_over(rng, dtype, q)
             assert np.isfinite(pool.attend(0, sequences, q, k, v, new_lengths=counts).astype(np.float32)).all()
 
 
@@ -165,6 +172,39 @@ def test_guard_pages_of_raw_pages(isa, guarded, dtype):
         q = rng.standard_normal((1, 2, n, d)).astype(kind)
         table = rng.permutation(count)[None]
         out = sl.attention_paged(q, k, v, table, [length], causal=True)
+        assert np.isfinite(out.astype(np.float32)).all()
+
+
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_guard_pages_of_raw_pages_of_codes(isa, guarded, dtype):
+    """Pages of codes and their scales between guards: nothing else is written, and all is sealed when it is read."""
+    rng, kind = np.random.default_rng(12), numpy_dtype(dtype)
+    for _ in range(1500 if FULL else 100):
+        d, dv, size, count = (int(rng.integers(1, n)) for n in (131, 131, 34, 40))
+        side, shares = str(rng.choice(["over", "under"])), str(rng.choice(["all", "heads", "tokens"]))
+        length, n = int(rng.integers(0, count * size + 1)), int(rng.choice([1, 2, 30]))
+        for g in guarded:
+            g.unlock()
+        k, v = (g.array((count, size, 1, x), kind, side) for g, x in zip(guarded, (d, dv), strict=False))
+        of_scales = {"all": (), "heads": (1,), "tokens": (count, size, 1)}[shares]
+        scales = [g.array(of_scales, np.dtype(np.float32), side) for g in guarded[2:]]
+        for x in (k, v):
+            x[...] = codes_of(rng, dtype, x.shape)
+        for x in scales:
+            x[...] = 1 / LARGEST[dtype]
+        before, table = [x.copy() for x in (k, v, *scales)], rng.permutation(count)[None]
+        new = [rng.standard_normal((1, 1, count * size - length, x)).astype(np.float32) for x in (d, dv)]
+        both = {"k_scales": scales[0], "v_scales": scales[1]}
+        sl.append_paged(k, v, table, [length], *new, **both)
+        old = np.arange(count * size)[:length]
+        for x, y in zip((k, v, *scales), before, strict=True):
+            kept = (table[0, old // size], old % size) if x.ndim > 2 else ...
+            assert x[kept].tobytes() == y[kept].tobytes()
+        for g in guarded:
+            g.seal()
+        q = rng.standard_normal((1, 2, n, d)).astype(numpy_dtype(str(rng.choice(["float32", "bfloat16"]))))
+        out = sl.attention_paged(q, k, v, table, [count * size], causal=True, **both)
         assert np.isfinite(out.astype(np.float32)).all()
 
 

@@ -141,8 +141,8 @@ def test_a_model_in_quantised_caches(tmp_path, monkeypatch, capsys):
         [tmp_path / "r.json"]
     )
     assert "  DynamicCache" in capsys.readouterr().out
-    monkeypatch.setattr(quantised_caches, "_NEAR", 0.0)
-    assert run.main(words) == 1 and "REFUSED: speedlight: a perplexity of" in capsys.readouterr().out
+    monkeypatch.setitem(quantised_caches._MOST, "int8", 0.0)
+    assert run.main(words) == 1 and "REFUSED: speedlight int8: a perplexity of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ours", "who"), [(x, y) for x in ("int8", "int4") for y in ("ggml", "onnxruntime")])

@@ -75,7 +75,7 @@ def test_a_check_that_raises_fails_alone(here, monkeypatch):  # noqa: F811
 
 STORED = {
     "int8": lambda x: _rounded(x, "int8"),
-    "float8": lambda x: _rounded(x, "float8_e4m3fn"),
+    "fp8": lambda x: _rounded(x, "float8_e4m3fn"),
     "fp16": lambda x: x.astype(np.float16).astype(np.float64),
     "bf16": lambda x: x.astype("bfloat16").astype(np.float64),
 }
