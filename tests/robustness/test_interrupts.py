@@ -178,11 +178,14 @@ LATENT = {"latent": True, "head_dim": 27, "value_dim": 16}
 MADE = {
     "cache": lambda rng: made_cache(rng, capacity=900),
     "int8": lambda rng: made_cache(rng, capacity=900, dtype="int8"),
+    "int4": lambda rng: made_cache(rng, capacity=900, dtype="int4"),
     "ring": made_ring,
     "pool": made_pool,
     "int8 pool": lambda rng: made_pool(rng, dtype="int8"),
+    "int4 pool": lambda rng: made_pool(rng, dtype="int4"),
     "latents": lambda rng: made_cache(rng, capacity=900, **LATENT),
     "latent pool": lambda rng: made_pool(rng, **LATENT),
+    "coded latents": lambda rng: made_cache(rng, capacity=900, dtype="int8", **LATENT),
     "prompts": made_prompts,
     "full pool of prompts": lambda rng: made_prompts(rng, 10),
 }
@@ -284,11 +287,11 @@ FULL_OF_PROMPTS = {
     "keep shared": (lambda w: w.sequences[1].keep([1, 5, 6], start=14), again),
 }
 CALLS_OF = {
-    "cache": CACHE, "int8": CACHE, "latents": CACHE, "ring": CACHE | RING,
-    "pool": POOL, "int8 pool": POOL, "latent pool": POOL,
+    "cache": CACHE, "int8": CACHE, "int4": CACHE, "latents": CACHE, "coded latents": CACHE, "ring": CACHE | RING,
+    "pool": POOL, "int8 pool": POOL, "int4 pool": POOL, "latent pool": POOL,
     "prompts": PROMPTS, "full pool of prompts": FULL_OF_PROMPTS,
 }  # fmt: skip
-# of int8 and latents a short run has what writes them: all else is the same Python
+# of codes and latents a short run has what writes them: all else is the same Python
 OF_STORES = ("attend", "attend again", "append", "keep", "keep shared")
 CALLS = [
     (kind, name)

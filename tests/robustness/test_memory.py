@@ -130,6 +130,26 @@ def test_guard_pages_of_caches(isa, one_width, guarded, dtype, window, monkeypat
             assert np.isfinite(cache.attend(0, queries_over(rng, dtype, q), k, v).astype(np.float32)).all()
 
 
+@pytest.mark.units
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8", "float8_e4m3fn"])
+def test_guard_pages_of_latents(isa, one_width, guarded, dtype, monkeypatch):
+    """Of latents, whose codes have numbers beside them, at every length."""
+    rng = np.random.default_rng(13)
+    kind = numpy_dtype(taken(dtype))
+    for _ in range(200 if FULL else 12):
+        dv, capacity = int(rng.integers(1, 270)), int(rng.integers(1, 300))
+        d = dv + int(rng.integers(40))
+        with monkeypatch.context() as patched:
+            patched.setattr(blocks, "pages", ending_memory(guarded))
+            sizes = {"kv_heads": 1, "head_dim": d, "value_dim": dv, "capacity": capacity}
+            cache = sl.KVCache(layers=1, latent=True, dtype=dtype, **sizes)
+        while cache.length(0) < cache.capacity:
+            n = min(cache.capacity - cache.length(0), int(rng.choice([1, 1, 2, 16, 40, 260])))
+            q, k = (rng.standard_normal((1, h, n, d)).astype(kind) for h in (4, 1))
+            assert np.isfinite(cache.attend(0, queries_over(rng, dtype, q), k).astype(np.float32)).all()
+
+
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
 def test_guard_pages_of_pools(isa, one_width, guarded, dtype, monkeypatch):

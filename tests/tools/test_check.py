@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from problems import decoded
 from test_cli import EXAMPLE, here  # noqa: F401
 
 import speedlight as sl
@@ -74,17 +75,13 @@ def test_a_check_that_raises_fails_alone(here, monkeypatch):  # noqa: F811
 
 
 STORED = {
-    "int8": lambda x: _rounded(x, "int8"),
-    "fp8": lambda x: _rounded(x, "float8_e4m3fn"),
+    "int8": lambda x: decoded(x, "int8"),
+    "fp8": lambda x: decoded(x, "float8_e4m3fn"),
+    "int4": lambda x: decoded(x, "int4"),
     "fp16": lambda x: x.astype(np.float16).astype(np.float64),
     "bf16": lambda x: x.astype("bfloat16").astype(np.float64),
 }
-
-
-def _rounded(x, dtype):
-    """Codes times scales, which a cache gives in float32."""
-    codes, scales = sl.reference.quantise(x, dtype)
-    return (codes.astype(np.float32) * scales.reshape(*codes.shape[:-1], 1)).astype(np.float64)
+SMALLER = {"int8": 32 / 9, "fp8": 32 / 9, "int4": 64 / 9}  # heads of 32
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -96,13 +93,14 @@ def test_accuracy_is_that_of_the_reference(here, name):  # noqa: F811
     q, k, v = (read_arrays([EXAMPLE])[x] for x in "qkv")
     q = q.astype(np.float64)
     want = sl.reference.attention(q, k.astype(np.float64), v.astype(np.float64), causal=True)
-    error = sl.reference.attention(q, STORED[name](k), STORED[name](v), causal=True) - want
+    stored = [STORED[name](x).astype(np.float64) for x in (k, v)]
+    error = sl.reference.attention(q, *stored, causal=True) - want
     rms = lambda x, axes=None: np.sqrt(np.square(x).mean(axis=axes))  # noqa: E731
     np.testing.assert_allclose(row["rms"], rms(error) / rms(want), rtol=1e-9)
     np.testing.assert_allclose(row["largest"], abs(error).max() / rms(want), rtol=1e-9)
     heads = rms(error, (0, 2, 3)) / rms(want, (0, 2, 3))
     np.testing.assert_allclose(row["heads"], heads, rtol=1e-9)
-    assert row["worst_head"] == heads.argmax() and row["smaller"] == (32 / 9 if "8" in name else 2.0)
+    assert row["worst_head"] == heads.argmax() and row["smaller"] == SMALLER.get(name, 2.0)
 
 
 def test_accuracy_of_any_layout(here, tmp_path):  # noqa: F811
