@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import speedlight as sl
-from speedlight.arrays.dtypes import numpy_dtype
+from speedlight.arrays.dtypes import CODES, numpy_dtype
 from speedlight.cpu.runtime import compile
 from speedlight.host import machine
 
@@ -95,7 +95,7 @@ def writable_regions() -> list[tuple[int, int]]:
 def results(case: str, dtype: str, seed: int) -> list[np.ndarray]:
     """Arrays that a call of a kind returns, on the unit that SPEEDLIGHT_ISA names."""
     rng, kind = np.random.default_rng(seed), numpy_dtype(dtype)
-    rows, keys = 3 if case in ("decode", "cache") else 75, 1300 if case in ("plain", "decode") else 270
+    rows, keys = 3 if case in ("decode", "cache", *CODES) else 75, 1300 if case in ("plain", "decode") else 270
     kv_heads, d, dv = SIZES[seed % 3] if case in ("plain", "causal", "dropout", "decode") else (2, 36, 24)
     shapes = (1, 4, rows, d), (1, kv_heads, keys, d), (1, kv_heads, keys, dv), (1, 4, rows, dv)
     q, k, v, flow = (rng.standard_normal(x).astype(kind) for x in shapes)
@@ -103,8 +103,9 @@ def results(case: str, dtype: str, seed: int) -> list[np.ndarray]:
         for x in (q, k, v):
             for value in (np.inf, np.nan, 1e-38):
                 x[rng.random(x.shape) < 0.003] = value
-    if case == "cache":
-        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=36, value_dim=24, capacity=512, dtype=dtype)
+    if case == "cache" or case in CODES:
+        stored = case if case in CODES else dtype
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=36, value_dim=24, capacity=512, dtype=stored)
         unit = os.environ["SPEEDLIGHT_ISA"]
         os.environ["SPEEDLIGHT_ISA"] = "avx2"  # which stores the same
         cache.append(0, k, v)
@@ -155,8 +156,8 @@ def main() -> None:
         vars(compile)["_make"] = lambda s: ArmKernel(s, parts) if s.isa.arch == "aarch64" else make(s)
         vars(machine)["runnable_isas"] = lambda: (*runnable, *UNITS)
         wrong = 0
-        for n, case in enumerate(CASES):
-            for dtype in ("float32", "float64", "float16", "bfloat16"):
+        for n, case in enumerate((*CASES, *CODES)):
+            for dtype in ("float32", "float16", "bfloat16", *["float64"] * (case not in CODES)):
                 found, before = [], ArmKernel.runs
                 for unit in ("avx2", "neon"):
                     os.environ["SPEEDLIGHT_ISA"] = unit

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 from conftest import FULL
+from problems import CODES
 
 import speedlight as sl
+from speedlight.arrays.dtypes import CODES as CODE_FORMATS
 from speedlight.cpu.kernels.merge import MergeShape
 from speedlight.cpu.kernels.term_sums import TermShape
 from speedlight.cpu.kernels.thread_pool import ServingShape
@@ -46,12 +48,18 @@ def test_the_first_use_of_its_instructions_compiles_for_arm():
     assert compiles(TileTestShape(isa_named("neonbf16")))
 
 
-def test_float8_compiles_for_arm():
+@pytest.mark.each("codes")
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_compile_for_arm(codes):
     neon, keys = isa_named("neon"), Source("f32", False)
-    assert compiles(Shape("decode", neon, "f32", cached=True, quantised="float8_e4m3fn"))
-    assert compiles(AppendShape(neon, "float8_e4m3fn", keys, keys))
-    codes = Source("float8_e4m3fn", strided=False)
-    assert compiles(AppendShape(neon, "float8_e4m3fn", codes, codes))
+    for storage in ("f32", "bf16"):
+        assert compiles(Shape("decode", neon, storage, cached=True, quantised=codes))
+        assert compiles(Shape("forward", neon, storage, 2, cached=True, quantised=codes))
+    if CODE_FORMATS[codes].bits == 8:
+        assert compiles(Shape("forward", neon, "bf16", 2, cached=True, quantised=codes, latent=True))
+        same = Source(codes, strided=False)
+        assert compiles(AppendShape(neon, codes, same, same))
+    assert compiles(AppendShape(neon, codes, keys, keys))
 
 
 def test_merge_compiles_for_arm():
