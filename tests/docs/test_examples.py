@@ -27,7 +27,7 @@ def loaded(name):
 
 
 @pytest.mark.usefixtures("one_width", "small_tiles")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_the_example_says_the_same_whatever_the_chunks_and_threads(dtype):
     generate = loaded("generate")
     model, texts = generate.Model(3, dtype), set()

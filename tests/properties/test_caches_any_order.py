@@ -8,7 +8,7 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from problems import qkv, quantise
+from problems import decoded, qkv
 
 import speedlight as sl
 
@@ -142,15 +142,19 @@ class QuantisedMachine(Machine):
     options = {"capacity": 400, "dtype": "int8"}  # noqa: RUF012
 
     def kept(self, x):
-        codes, scales = quantise(x)
-        return codes * scales
+        return decoded(x, self.options["dtype"])
 
     def attention(self, q, k, v):
         """Tokens that were quantised stay what they are when they are quantised again: here all at once."""
-        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, value_dim=17, capacity=max(1, k.shape[2]), dtype="int8")
+        sizes = self.options | {"capacity": max(1, k.shape[2])}
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, value_dim=17, **sizes)
         n = q.shape[2]
         cache.append(0, k[:, :, : k.shape[2] - n], v[:, :, : v.shape[2] - n])
         return cache.attend(0, q, k[:, :, k.shape[2] - n :], v[:, :, v.shape[2] - n :])
+
+
+class FourBitMachine(QuantisedMachine):
+    options = {"capacity": 400, "dtype": "int4"}  # noqa: RUF012
 
 
 class WindowedMachine(Machine):
@@ -197,7 +201,7 @@ class WindowedLatentMachine(Latents, WindowedMachine):
     options = WindowedMachine.options | {"latent": True}
 
 
-for machine in (Machine, QuantisedMachine, WindowedMachine, LatentMachine, WindowedLatentMachine):
+for machine in (Machine, QuantisedMachine, FourBitMachine, WindowedMachine, LatentMachine, WindowedLatentMachine):
     machine.TestCase.settings = settings(
         max_examples=300 if FULL else 25, stateful_step_count=50 if FULL else 20, deadline=None
     )
@@ -206,3 +210,4 @@ TestMachine, TestQuantisedMachine, TestWindowedMachine = (
     QuantisedMachine.TestCase,
     WindowedMachine.TestCase,
 )
+TestFourBitMachine = FourBitMachine.TestCase

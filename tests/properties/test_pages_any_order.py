@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pools import alone, check_accounts, made, packed
-from problems import quantise
+from problems import CODES, decoded
 
 import speedlight as sl
 
@@ -111,9 +111,8 @@ class PoolMachine(RuleBasedStateMachine):
                         if chunks[layer]
                         else stored.swapaxes(0, 1)[:0]
                     )
-                    if self.dtype == "int8":
-                        codes, scales = quantise(tokens)
-                        tokens = codes * scales
+                    if self.dtype in CODES:
+                        tokens = decoded(tokens, self.dtype)
                     assert stored.swapaxes(0, 1).tobytes() == tokens.tobytes()
 
 
@@ -121,8 +120,13 @@ class QuantisedPoolMachine(PoolMachine):
     dtype = "int8"
 
 
-for machine in (PoolMachine, QuantisedPoolMachine):
+class FourBitPoolMachine(PoolMachine):
+    dtype = "int4"
+
+
+for machine in (PoolMachine, QuantisedPoolMachine, FourBitPoolMachine):
     machine.TestCase.settings = settings(
         max_examples=300 if FULL else 20, stateful_step_count=50 if FULL else 20, deadline=None
     )
 TestPoolMachine, TestQuantisedPoolMachine = PoolMachine.TestCase, QuantisedPoolMachine.TestCase
+TestFourBitPoolMachine = FourBitPoolMachine.TestCase

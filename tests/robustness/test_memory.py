@@ -234,12 +234,14 @@ def test_guard_pages_of_raw_pages_of_codes(isa, guarded, dtype):
 @pytest.mark.parametrize("options", [{"q_start": 20}, {"dropout": 0.2, "seed": 8}])
 def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len, options):
     q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
-    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=33, capacity=77, dtype="int8" if dtype == "float32" else dtype)
-    cache.append(0, k, v)
+    kinds = (dtype,) if dtype == "float64" else (dtype, *CODES)
+    caches = [sl.KVCache(layers=1, kv_heads=2, head_dim=33, capacity=77, dtype=x) for x in kinds]
+    for cache in caches:
+        cache.append(0, k, v)
     results, stored = set(), set()
     for _ in rubbish(launch):
         results.add(sl.attention(q, k, v, causal=True, **options).tobytes())
-        stored.add(cache.attend(0, q).tobytes())
+        stored.add(b"".join(cache.attend(0, q).tobytes() for cache in caches))
     assert len(results) == len(stored) == 1
 
 

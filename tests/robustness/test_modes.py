@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from injection import interrupted, needs_places, places
-from problems import qkv
+from problems import CODES, qkv
 from repeated import forget
 from states import INF, same, states
 
@@ -69,21 +69,24 @@ def merging(rng):
     return lambda: sl.merge(outs, lses)
 
 
-def int8_caches(rng):
+def caches_of_codes(rng):
     q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 20, 16, 16)
     k[..., :10, :] *= np.float32(1e-39)
     v[..., 5:15, :] *= np.float32(1e-39)
 
     def results():
-        cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=16, dtype="int8", capacity=32)
-        return cache.attend(0, q, k, v), cache.keys(0), cache.values(0)
+        found = []
+        for dtype in CODES:
+            cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=16, dtype=dtype, capacity=32)
+            found += [cache.attend(0, q, k, v), cache.keys(0), cache.values(0)]
+        return found
 
     return results
 
 
 @x86
 @every_mode
-@pytest.mark.parametrize("made", [scales_and_sinks, default_scales, the_reference, merging, int8_caches])
+@pytest.mark.parametrize("made", [scales_and_sinks, default_scales, the_reference, merging, caches_of_codes])
 def test_results_have_the_bits_of_the_usual_modes(rng, made, name):
     results = made(rng)
     with set_to(name):
@@ -91,7 +94,7 @@ def test_results_have_the_bits_of_the_usual_modes(rng, made, name):
     forget()  # nothing is at hand that was prepared inside
     want = results()
     assert same(found, want)
-    if made in (the_reference, merging, int8_caches):
+    if made in (the_reference, merging, caches_of_codes):
         assert any((np.abs(x[x != 0]) < 1e-38).any() for x in want)  # subnormal numbers were there
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from forms import units
-from problems import Combined, Part, as_numpy, stacked
+from problems import CODES, Combined, Part, as_numpy, stacked
 from ways import Call, Results, as_kind, assert_right, assert_same, bits, joined, knows_items
 
 import speedlight as sl
@@ -32,11 +32,12 @@ def by_ring(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Resu
 
 
 def by_codes(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Results]:
-    """int8: the same bits from a cache and a pool, and inside the bound of what the codes stand for."""
+    """Codes: the same bits from a cache and a pool, and inside the bound of what the codes stand for."""
     if not (fits_a_cache(p, short) and p.causal and p.form.dtype != "float64"):
         return
-    want, cache = cache_of(p, rng, {}, "int8", short)
-    for other in (cache_of(p, rng, {}, "int8", short)[0], pool_of(p, rng, "int8", short)):
+    codes = str(rng.choice(CODES))
+    want, cache = cache_of(p, rng, {}, codes, short)
+    for other in (cache_of(p, rng, {}, codes, short)[0], pool_of(p, rng, codes, short)):
         assert_same(want, other)
     keys, values = cache.keys(0), cache.values(0)
     if (

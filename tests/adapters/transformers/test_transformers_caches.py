@@ -256,7 +256,7 @@ def test_a_decoder_of_fewer_layers_than_its_encoder(tokens, layers):
             generated(model, "speedlight", tokens, past_key_values=Cache(model.config, capacity=32))
 
 
-@pytest.mark.parametrize(("dtype", "near"), [("int8", 0.02), ("fp8", 0.1)])
+@pytest.mark.parametrize(("dtype", "near"), [("int8", 0.02), ("fp8", 0.1), ("int4", 0.3)])
 def test_codes(llama, tokens, dtype, near):
     """A cache of codes is near, and takes half of the memory."""
     model = copy.deepcopy(llama).float()

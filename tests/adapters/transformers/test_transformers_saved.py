@@ -81,7 +81,7 @@ def test_generation_goes_on_after_load(name, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kept", [None, "int8", "fp8"])
+@pytest.mark.parametrize("kept", [None, "int8", "fp8", "int4"])
 def test_every_dtype_comes_back(dtype, kept, tokens, tmp_path):
     if kept is not None and dtype is torch.float64:
         pytest.skip("refused when the model calls")

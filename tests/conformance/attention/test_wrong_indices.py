@@ -138,6 +138,7 @@ DOORS: dict[str, Callable[..., Calls]] = {
     "packed": packed,
     "cache": cached,
     "codes": partial(cached, "int8"),
+    "four bits": partial(cached, "int4"),
     "window": partial(cached, window=40),
     "pages": paged,
     "repeated": repeated,

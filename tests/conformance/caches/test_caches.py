@@ -18,7 +18,7 @@ import pytest
 from caches import made
 from conftest import FULL
 from pools import check_accounts
-from problems import DTYPES, Pack, numpy_dtype, qkv
+from problems import CODES, DTYPES, Pack, numpy_dtype, qkv, taken
 from repeated import forget
 from threads import together
 
@@ -195,14 +195,14 @@ def test_a_view_keeps_its_memory(rng, made):
     assert alive() is None
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "int8"] if FULL else ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [*DTYPES, *CODES] if FULL else ["bfloat16", "int8", "int4"])
 def test_a_copy_may_use_another_vector_unit(rng, monkeypatch, dtype):
     """Tokens lie alike for all of them."""
     q, k, v = qkv(rng, "float64" if dtype == "float64" else "float32", 2, 4, 2, 20, 20, 17, 19)
     units = [unit.name for unit in machine.host_isas()]
     monkeypatch.setenv("SPEEDLIGHT_ISA", units[0])
     cache = made(dtype, 17, 19, batch=2)
-    cache.append(0, *(x if dtype == "int8" else x.astype(numpy_dtype(dtype)) for x in (k, v)))
+    cache.append(0, *(x.astype(numpy_dtype(taken(dtype))) for x in (k, v)))
     for name in units:
         monkeypatch.setenv("SPEEDLIGHT_ISA", name)
         other = cache.select([1, 0])

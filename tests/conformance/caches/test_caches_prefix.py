@@ -87,7 +87,7 @@ def test_bits_of_copies(rng, isa, kind, option, runs):
     assert len(runs) == 5
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_latents(rng, kind, runs):
     twins = Twins(rng, kind, 700, kv_heads=1, group=16, d=72, dv=64, latent=True)
     for count in (1, 1, 5):

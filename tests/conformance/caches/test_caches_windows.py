@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from caches import made
 from conftest import FULL
-from problems import numpy_dtype, qkv, taken
+from problems import CODES, numpy_dtype, qkv, taken
 
 import speedlight as sl
 from speedlight.cpu.engine.storage import CacheStorage
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at a
 
 @pytest.mark.units
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", ["float32", "int8", *["bfloat16", "float16", "float8_e4m3fn"] * FULL])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", *["bfloat16", "float16", "float8_e4m3fn"] * FULL])
 def test_a_window_is_the_mask_in_constant_memory(isa, one_width, rng, dtype):
     window, keep, n = 300, 20, 3000
     q, k, v = qkv(rng, taken(dtype), 2, 4, 2, n, n, 24, 24)
@@ -65,7 +65,7 @@ def fail(*_, **__):
 
 
 @pytest.mark.each("dtype", "keep")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("keep", [0, 20])
 def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, monkeypatch):
     """New tokens of a ring are written over old ones, to which truncate() could still go back: also by a step that was
@@ -138,7 +138,7 @@ def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
 
 
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", ["float32", "int8", *["bfloat16"] * FULL])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", *["bfloat16", "float8_e4m3fn"] * FULL])
 def test_a_chunk_that_fills_a_ring_is_as_its_pieces(one_width, rng, dtype, monkeypatch):
     """The first one is attended to at once, where it lies, and stored as far as the ring still has it."""
     q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1000, 1000, 16, 16)
@@ -160,7 +160,7 @@ def test_a_chunk_that_fills_a_ring_is_as_its_pieces(one_width, rng, dtype, monke
         given = [x[:, :, first : first + max(counts)] for x in (q, k, v)]
         out = np.zeros((2, 4, max(counts), 16 + seed % 2), given[0].dtype)[..., :16]
         with monkeypatch.context() as patch:
-            if not first and dtype != "int8" and counts[0] == counts[1]:
+            if not first and dtype not in CODES and counts[0] == counts[1]:
                 patch.setattr(CacheStorage, "prepare", fail)
             whole.attend(0, *given, out=out, new_lengths=counts, **options)
         stored.append(0, *given[1:], new_lengths=counts)

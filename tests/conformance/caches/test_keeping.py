@@ -13,7 +13,7 @@ from problems import qkv, taken
 import speedlight as sl
 
 PATHS = ([0, 2, 5], [], [3], [0, 1, 2], [1, 2, 3, 30, 31, 33])  # of trees of 40 tokens
-FEW = KINDS if FULL else ("float32", "int8")  # of which a step is computed
+FEW = KINDS if FULL else ("float32", "int8", "int4")  # of which a step is computed
 RINGS = {"window": 60, "keep_first": 20}
 
 

@@ -217,7 +217,7 @@ def test_tasks_of_several_heads_store_their_own(rng):
     assert cache.keys(0).tobytes() == k.tobytes() and cache.values(0).tobytes() == v.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", *CODES])
 def test_heads_in_step_say_what_each_says_alone(rng, dtype):
     """Of short sequences, in one task, by one row or a few; longer ones go head by head."""
     sl.set_threads(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import FULL
 from pools import kept_steps
-from problems import numpy_dtype, qkv
+from problems import CODES, numpy_dtype, qkv
 from repeated import forget
 from steps import LONGEST, OPTIONS, D, options_of, strided
 
@@ -23,7 +23,7 @@ FEW = 3 if FULL else 2  # of OPTIONS, where rings and codes are what is tested
 
 
 def kinds(rng, dtype):
-    return numpy_dtype(str(rng.choice(["float32", "float16"])) if dtype == "int8" else dtype)
+    return numpy_dtype(str(rng.choice(["float32", "float16"])) if dtype in CODES else dtype)
 
 
 def either(rng, *arrays):
@@ -42,10 +42,10 @@ def arguments_of(rng, q, k, v):
     return [q, k, v], {} if out is None else {"out": out}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
     sizes = {"layers": 1, "pages": 40, "page_size": 256, "kv_heads": 2, "head_dim": D, "dtype": dtype}
-    pool, count, most = sl.PagePool(**sizes), 4, FEW if dtype == "int8" else len(OPTIONS) if FULL else 6
+    pool, count, most = sl.PagePool(**sizes), 4, FEW if dtype in CODES else len(OPTIONS) if FULL else 6
     sequences, lengths = [pool.sequence() for _ in range(count)], [0] * count
     tokens = [qkv(rng, "float32", 1, 4, 2, 1, LONGEST + 50, D, D)[1:] for _ in range(count)]
     tokens = [[x[0].swapaxes(0, 1) for x in both] for both in tokens]  # (token, head, dim) of each sequence
@@ -70,7 +70,7 @@ def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
         again, mine = [fresh.sequence() for _ in order], [sequences[n] for n in order]
         for sequence, old, which in zip(again, mine, order, strict=True):
             held = [x(0).swapaxes(0, 1) for x in (old.keys, old.values)]
-            held = [x.astype(kind) for x in held] if dtype != "int8" else held
+            held = [x.astype(kind) for x in held] if dtype not in CODES else held
             fresh.append(0, [sequence], *held, new_lengths=[lengths[which]])
         q, *new = (x[0].swapaxes(0, 1) for x in qkv(rng, kind.name, 1, 4, 2, sum(counts), sum(counts), D, D))
         arrays, more = arguments_of(rng, *(strided(rng, x) for x in (q, *new)))
@@ -85,11 +85,11 @@ def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
     assert len(kept_steps(pool)) > 5
 
 
-@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float32", 300), ("int8", None)])
+@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float32", 300), ("int8", None), ("int4", None)])
 def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
     sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": D, "dtype": dtype, "window": window}
     cache, base = (sl.KVCache(**sizes, capacity=LONGEST + 40) for _ in range(2))
-    most = FEW if window or dtype == "int8" else len(OPTIONS)
+    most = FEW if window or dtype in CODES else len(OPTIONS)
     _, k, v = qkv(rng, "float32", 2, 4, 2, 1, LONGEST, D, D)
     base.append(0, k, v)
     for step in range(COUNT):
@@ -116,7 +116,7 @@ def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
     assert len(kept_steps(cache)) > 5
 
 
-@pytest.mark.parametrize("codes", ["float32", "int8"])
+@pytest.mark.parametrize("codes", ["float32", *CODES])
 def test_heads_of_short_sequences_share_tasks(rng, codes):
     """As many as there are threads for: the bits are those of a task for each head, of sequences of any length."""
     lengths = [1, 700, 16, 130]

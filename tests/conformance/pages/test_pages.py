@@ -317,7 +317,7 @@ class _Failing:
 
 
 @pytest.mark.each("dtype", "kind")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("kind", ["cache", "ring", "pool"])
 def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
     """The n-th, for every n: a MemoryError each time, nothing changed, and the next call is right."""

@@ -102,7 +102,7 @@ def test_bits_of_sequences_apart(rng, isa, kind, option, always):
     assert depths.count(1) >= 2 * depths.count(0) > 0, "two levels of keys, then each one's own"
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("group", [1, 16])
 def test_latents(rng, kind, group, always):
     forest = Forest(rng, kind, kv_heads=1, group=group, d=72, dv=64, page_size=32, latent=True)
