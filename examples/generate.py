@@ -41,14 +41,15 @@ class Paged:
         return out.swapaxes(0, 1)[None]
 
 
+# of caches: the dtype of what they take, where it is not their own name
+TAKEN = {"bfloat16": ml_dtypes.bfloat16, **dict.fromkeys(("int8", "fp8", "int4"), "float32")}
+
+
 class Model:
     """RMSNorm, rotary positions, grouped heads, SwiGLU. Tokens are LETTERS, or, with a checkpoint, bytes."""
 
     def __init__(self, seed: int = 0, dtype: str = "float32", checkpoint: Path | None = None) -> None:
-        self.dtype, self.stored = (
-            dtype,
-            np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float32" if dtype in ("int8", "fp8") else dtype),
-        )  # of what the cache takes
+        self.dtype, self.stored = dtype, np.dtype(TAKEN.get(dtype, dtype))
         self.trained, self.kv_heads, self.head_dim = checkpoint is not None, KV_HEADS, HEAD_DIM
         if checkpoint is None:
             self._draw(np.random.default_rng(seed))
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype",
         default="float32",
-        choices=["float32", "float64", "float16", "bfloat16", "int8", "fp8"],
+        choices=["float32", "float64", "float16", "bfloat16", "int8", "fp8", "int4"],
         help="of the cache",
     )
     parser.add_argument("--paged", action="store_true", help="keep keys and values in pages")

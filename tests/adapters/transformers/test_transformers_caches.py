@@ -178,7 +178,7 @@ def test_what_a_cache_refuses(llama, tokens):
     with pytest.raises(sl.Error, match="config: expected layers of full, sliding or chunked attention; got one of"):
         Cache(LlamaConfig(**SIZES, layer_types=["full_attention", "linear_attention"]))
     with pytest.raises(sl.Error, match="dtype"):
-        Cache(llama.config, dtype="int4")
+        Cache(llama.config, dtype="int2")
     with pytest.raises(sl.Error, match=r"^max_cache_len: expected the arguments of Cache\(\); .* Use capacity="):
         Cache(llama.config, max_cache_len=8)
     with pytest.raises(AttributeError, match=r"'KVCache' .* takes speedlight.transformers.Cache\(config\)$"):

@@ -126,8 +126,8 @@ WRONG = {
         r"k: expected dtype .* got int8. .* Codes alone have no scales: KVCache\(dtype='int8'\) and PagePool keep both",
     ),
     "float8": (
-        lambda: sl.attention_paged(X, X.astype(numpy_dtype("float8_e4m3fn")), X, [[0]], [2]),
-        r"k_pages: expected dtype .* got float8_e4m3fn. .* no scales: KVCache\(dtype='float8_e4m3fn'\) and Page",
+        lambda: sl.attention_paged(X, *[X.astype(numpy_dtype("float8_e4m3fn"))] * 2, [[0]], [2]),
+        r"k_scales: expected a number or an array .* beside pages of float8_e4m3fn; got None. .* it is k_scales=1.0",
     ),
     "gradients": (
         lambda: sl.attention_backward(X, HALF, HALF, X, X[..., 0], X),
