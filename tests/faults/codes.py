@@ -7,6 +7,20 @@ _CHUNKS = "tests/properties/test_codes_any_chunks.py -k "
 
 MUTATIONS = (
     Mutation(
+        "weights of hidden keys are multiplied by their scales in arrays",
+        "cpu/kernels/decode.py",
+        'k.call(parts.scale_rows[name == "v"]',
+        "k.call(parts.scale_rows[False]",
+        "tests/conformance/pages/test_pages_of_codes.py -k hidden_codes",
+    ),
+    Mutation(
+        "autograd is not told that scales of tokens are written",
+        "calls/append_paged.py",
+        "        if len(x.shape) == 3:\n            tell_written(x)",
+        "        if len(x.shape) == 9:\n            tell_written(x)",
+        "tests/conformance/pages/test_appending_codes.py -k versions",
+    ),
+    Mutation(
         "a head that comes twice in a group of heads adds each block of columns twice",
         "cpu/kernels/row_scores.py",
         "found.append((x, at))",

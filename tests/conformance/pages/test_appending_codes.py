@@ -174,6 +174,16 @@ def test_new_tokens_may_lie_in_the_scales_that_are_written(rng):
     assert got.tobytes() == want.tobytes() and (scales[0, :2] == other[0][0, :2]).all()
 
 
+def test_versions_of_tensors_that_are_written_rise():
+    """Scales of tokens are written as pages are; scales of heads are read."""
+    pages = torch.zeros(2, 2, 4, 2, 8, dtype=torch.int8)
+    found, given, x = torch.ones(2, 4, 2), torch.ones(2), torch.ones(1, 2, 3, 8)
+    before = [t._version for t in (pages, found, given)]
+    sl.append_paged(*pages, [[0]], [0], x, x, k_scales=found, v_scales=given)
+    risen = [t._version > n for t, n in zip((pages, found, given), before, strict=True)]
+    assert risen == [True, True, False]
+
+
 def test_a_call_that_is_refused_has_written_nothing(rng):
     coded = made(rng, "int8", ("tokens", "tokens"), [16, 3], dims=(16, 16))
     held = [np.array(x) for x in coded[:4]]

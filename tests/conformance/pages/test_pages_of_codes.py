@@ -183,6 +183,27 @@ def test_nan_and_infinity_are_what_they_are(rng, codes, queries):
         pages[page, last, 1, 5] = held
 
 
+@pytest.mark.units
+@pytest.mark.each("codes", "queries")
+@pytest.mark.parametrize("codes", FORMATS)
+@pytest.mark.parametrize("queries", [1, 40])
+def test_hidden_codes_and_scales_do_not_matter(isa, one_width, rng, codes, queries):
+    """Whatever codes and scales hidden tokens have, NaN and negative ones among them."""
+    coded = made(rng, codes, ("tokens", "tokens"), [60])
+    q = rng.standard_normal((1, 4, queries, 33)).astype(np.float32)
+    is_seen = rng.random(60) < 0.5
+    seen = sl.table(is_seen)
+    options: dict[str, Any] = {"mask": lambda b, h, i, j: seen[j]}
+    clean = coded.attended(q, sl.attention_paged, **options)
+    hidden = np.flatnonzero(~is_seen)
+    at = coded.table[0, hidden // 16], hidden % 16
+    for x in (coded.k, coded.v):
+        x.view(np.uint8)[at] = rng.choice([0x7F, 0xFF, 0x7C, 0x80], x[at].shape)
+    for x in (coded.k_scales, coded.v_scales):
+        x[at] = rng.choice([np.nan, np.inf, -np.inf, -1.0], x[at].shape)
+    assert coded.attended(q, sl.attention_paged, **options).tobytes() == clean.tobytes()
+
+
 def test_calls_are_kept_by_what_scales_are_not_by_their_values(rng):
     forget()
     coded = made(rng, "int8", ("number", "tokens"), [100])
