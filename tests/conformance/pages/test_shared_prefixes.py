@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from pools import KINDS
-from problems import numpy_dtype, taken
+from problems import CODES, numpy_dtype, taken
 
 import speedlight as sl
 from speedlight.cpu.engine import cascade, forward_call
@@ -22,6 +22,7 @@ OPTIONS = {
     "softcap": {"score": sl.softcap(5.0)},
     "sinks": {"sink_logits": [0.5] * 8},
 }
+UNDER_BFLOAT16 = [f"{x}, bfloat16" for x in CODES]
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +41,21 @@ def always(monkeypatch):
 
 
 class Forest:
-    """Sequences of one pool that share pages as forks do, and of another that have copies of the same tokens."""
+    """Sequences of one pool that share pages as forks do, and of another that have copies of the same tokens.
+
+    kind: a dtype of pools; or of codes, and that of queries and tokens.
+    """
 
     def __init__(self, rng, kind, *, kv_heads=2, group=4, d=32, dv=32, page_size=16, latent=False):
+        kind, _, given = kind.partition(", ")
         sizes = {"layers": 1, "kv_heads": kv_heads, "head_dim": d, "value_dim": dv, "dtype": kind, "latent": latent}
         self.pools = [sl.PagePool(pages=2400, page_size=page_size, **sizes) for _ in range(2)]
-        self.rng, self.kind, self.heads, self.dims, self.latent = rng, kind, (kv_heads, group), (d, dv), latent
+        self.rng, self.heads, self.dims, self.latent = rng, (kv_heads, group), (d, dv), latent
+        self.dtype = numpy_dtype(given or taken(kind))
         self.trees, self.given = [], []  # given: of each sequence the tokens that it got, part after part
 
     def drawn(self, count, heads, dim):
-        return self.rng.standard_normal((count, heads, dim)).astype(numpy_dtype(taken(self.kind)))
+        return self.rng.standard_normal((count, heads, dim)).astype(self.dtype)
 
     def tokens(self, count):
         kv_heads, (d, dv) = self.heads[0], self.dims
@@ -87,7 +93,7 @@ class Forest:
         return got
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *UNDER_BFLOAT16])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_bits_of_sequences_apart(rng, isa, kind, option, always):
     if not FULL and (isa != host_isas()[0].name or option not in ("plain", "window")) and kind != "bfloat16":
@@ -102,7 +108,7 @@ def test_bits_of_sequences_apart(rng, isa, kind, option, always):
     assert depths.count(1) >= 2 * depths.count(0) > 0, "two levels of keys, then each one's own"
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "float8_e4m3fn", "int8, bfloat16"])
 @pytest.mark.parametrize("group", [1, 16])
 def test_latents(rng, kind, group, always):
     forest = Forest(rng, kind, kv_heads=1, group=group, d=72, dv=64, page_size=32, latent=True)
@@ -115,7 +121,7 @@ def test_latents(rng, kind, group, always):
 def test_random_forests(seed, always):
     rng = np.random.default_rng(seed)
     kv_heads, group, page_size = (int(rng.choice(x)) for x in ((1, 2), (1, 4, 16), (16, 48, 128, 256)))
-    kind = str(rng.choice(KINDS)) if FULL else "float32"
+    kind = str(rng.choice([*KINDS, *UNDER_BFLOAT16])) if FULL else ["float32", *UNDER_BFLOAT16][seed % 4]
     forest = Forest(rng, kind, kv_heads=kv_heads, group=group, page_size=page_size)
     for _ in range(2):
         forest.plant(int(rng.choice([100, 128, 1024, 1500, 3100])))
