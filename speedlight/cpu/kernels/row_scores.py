@@ -175,10 +175,7 @@ def _score_groups(
     sums = []  # of each group its vectors of keys; of each row its query, and its sums
     for rows, blocks in groups:
         vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
-        row_bytes, queries = p["units"] * s.number_bytes, k.at(p["queries"], rows[0] * p["units"] * s.number_bytes)
-        # one pointer for each vector of keys, or one for all
-        pointers = copies(k, queries, len(vectors)) if s.reloads else [queries] * len(vectors)
-        places = [([(x, row_bytes * i) for x in pointers]) for i in range(len(rows))]
+        places = _query_places(k, s, rows, len(vectors))
         sums.append((vectors, [(x, [product.new_sum(k, k.const(0.0, s.vector)) for _ in vectors]) for x in places]))
     for later in fetched if s.format.is_coded else ():
         k.prefetch(k.at(later, k.i64(0) - header), s.fetching.level)
@@ -193,8 +190,9 @@ def _score_groups(
             for row, totals in rows:
                 for u in range(count):
                     for (pointer, offset), total, x in zip(row, totals, keys, strict=True):
-                        place = k.at(k.at(pointer, t * s.number_bytes), offset)
-                        total.add(k.splat(k.load(s.unit, place, u * s.number_bytes), n), x[u])
+                        place = k.at(pointer, (t + u) * s.number_bytes)
+                        place = place if offset is None else k.at(place, offset)
+                        total.add(k.splat(k.load(s.unit, place), n), x[u])
 
     def add(first: Value, end: Value) -> None:
         """Adds units that are summed together."""
@@ -231,6 +229,19 @@ def _score_groups(
     with summed_together(k, s, k.i64(0), p["units"]) as (first, end):
         add(first, end)
     store(None)
+
+
+def _query_places(k: Function, s: Shape, rows: list[Value], count: int) -> list[list[tuple[Value, Value | None]]]:
+    """Returns where the query of each row lies, a pointer and bytes from it, for each of so many vectors of keys.
+
+    Where each multiply-add loads it, vectors have pointers of their own, which rows share: registers would not do for a
+    pointer of each.
+    """
+    row_bytes = k.p["units"] * s.number_bytes
+    if not s.reloads:
+        return [[(k.at(k.p["queries"], r * row_bytes), None)] * count for r in rows]
+    pointers = copies(k, k.at(k.p["queries"], rows[0] * row_bytes), count)
+    return [[(x, row_bytes * i) for x in pointers] for i in range(len(rows))]
 
 
 FEW_ROWS = 4  # below it a head alone has too few chains to keep a core busy
