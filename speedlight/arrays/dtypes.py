@@ -94,13 +94,25 @@ SHORTEST = {name: min((name, *row.spellings), key=len) for name, row in CODES.it
 ON_GPU = {name: row.on_gpu for name, row in CODES.items() if row.on_gpu}
 
 
+def scale_columns(codes: str | None, *, latent: bool) -> int:
+    """Counts the columns of codes that share a scale; 0: all of a row, or there are no codes."""
+    if codes is None:
+        return 0
+    return LATENT_BLOCK if latent else ALL_CODES[codes].block
+
+
 def scales_of(codes: str | None, *, latent: bool) -> str:
     """Says what shares a scale of codes: "rows", "blocks" of columns, or those of "latents"; "" without codes."""
     if codes is None:
         return ""
     if latent:
         return "latents"
-    return "blocks" if ALL_CODES[codes].block else "rows"
+    return "blocks" if scale_columns(codes, latent=False) else "rows"
+
+
+def signed_nibbles(bits: np.ndarray) -> np.ndarray:
+    """Returns numbers of four bits, in uint8, as int8 from -8 to 7."""
+    return (bits ^ 8).view(np.int8) - np.int8(8)
 
 
 def numpy_dtype(name: str) -> np.dtype:

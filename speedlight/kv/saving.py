@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.dtypes import CODES, DTYPES, LATENT_BLOCK, numpy_dtype
+from ..arrays.dtypes import CODES, DTYPES, numpy_dtype, scale_columns, signed_nibbles
 from ..arrays.files import MappedFile, map_arrays, write_arrays
 from ..arrays.integers import integer
 from ..engines import by_name
@@ -530,7 +530,7 @@ def _packed(codes: np.ndarray) -> np.ndarray:
 def _unpacked(packed: np.ndarray, dim: int, kind: np.dtype) -> np.ndarray:
     """Returns what _packed() was given."""
     bits = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-    return ((bits[..., :dim] ^ 8).view(np.int8) - np.int8(8)).astype(kind)
+    return signed_nibbles(bits[..., :dim]).astype(kind)
 
 
 def _planes(dtype: str, dim: int, latent: int | None) -> dict[str, tuple[int, np.dtype]]:
@@ -538,7 +538,7 @@ def _planes(dtype: str, dim: int, latent: int | None) -> dict[str, tuple[int, np
     if dtype not in CODES:
         return {"": (dim, numpy_dtype(dtype))}
     row, columns = CODES[dtype], dim if latent is None else latent
-    size = (row.block if latent is None else LATENT_BLOCK) or columns
+    size = scale_columns(dtype, latent=latent is not None) or columns
     scales = {"_scale": (-(-columns // size), np.dtype(row.scale))}
     if row.is_packed:
         return {"_nibble": (-(-columns // 2), np.dtype(np.uint8))} | scales

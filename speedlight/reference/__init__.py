@@ -79,7 +79,11 @@ def attention(
     """
     check_flag("return_lse", return_lse)
     k, v = latents.resolve_joined(k, v, value_dim)
-    case = _case(attention, q, k, v, options)
+    return _solved(_case(attention, q, k, v, options), return_lse)
+
+
+def _solved(case: Case, return_lse: bool) -> Any:
+    """Returns the result of a case, with the log-sum-exp if that is asked for."""
     out, lse = case.results()
     lse[...] = -np.inf
     with np.errstate(all="ignore"):
@@ -142,12 +146,7 @@ def attention_paged(
     dtype = queries.numpy().dtype
     case = Case(queries.numpy(), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype), given)
     case.k, case.v = case.inward(k), case.inward(v)
-    out, lse = case.results()
-    lse[...] = -np.inf
-    with np.errstate(all="ignore"):
-        for place in case.heads():
-            place.solve(out, lse)
-    return (case.outward(out), lse) if return_lse else case.outward(out)
+    return _solved(case, return_lse)
 
 
 def _numbers_in_pages(pages: Any, scales: Any) -> np.ndarray:

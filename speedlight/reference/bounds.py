@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.dtypes import ALL_CODES, CODES, LATENT_BLOCK
+from ..arrays.dtypes import ALL_CODES, CODES, scale_columns
 from ..expressions.tree import rounding_error
 from ..problem.problem import SPAN, TILE, Problem
 
@@ -61,7 +61,7 @@ class Arithmetic:
         """Returns the columns of a key whose products are summed by themselves, by what scale they have."""
         dim = self.problem.head_dim
         end = self.problem.value_dim if self.latent else dim
-        size = 0 if self.codes is None else LATENT_BLOCK if self.latent else ALL_CODES[self.codes].block
+        size = scale_columns(self.codes, latent=self.latent)
         blocks = [slice(first, min(first + (size or end), end)) for first in range(0, end, size or max(end, 1))]
         return blocks + [slice(end, dim)] * (end < dim)
 

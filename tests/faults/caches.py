@@ -296,7 +296,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a pair of keys is multiplied whole where only its first is there",
-        "cpu/products/fma.py",
+        "cpu/products/packing.py",
         "end = count & -size",
         "end = (count + (size - 1)) & -size",
         "tests/conformance/caches/test_caches.py -k truncated_cache_still_holds",

@@ -8,9 +8,9 @@ _CHUNKS = "tests/properties/test_codes_any_chunks.py -k "
 MUTATIONS = (
     Mutation(
         "weights of hidden keys are multiplied by their scales in arrays",
-        "cpu/kernels/decode.py",
-        'k.call(parts.scale_rows[name == "v"]',
-        "k.call(parts.scale_rows[False]",
+        "cpu/kernels/row_weights.py",
+        "[rescale_weights(k, s, k.load(s.vector, row, key * 4), x) for",
+        "[k.load(s.vector, row, key * 4) * x for",
         "tests/conformance/pages/test_pages_of_codes.py -k hidden_codes",
     ),
     Mutation(
@@ -114,8 +114,8 @@ MUTATIONS = (
     Mutation(
         "keys of four bits are read from their block's first one on",
         "cpu/products/outer.py",
-        "rows = [k.at(block, ((j & (BLOCK - 1)) + m) * unit) for m in range(s.rows)]",
-        "rows = [k.at(block, (j * 0 + m) * unit) for m in range(s.rows)]",
+        "return [k.at(block, (j & (BLOCK - 1)) * unit + m * unit) for m in range(s.rows)]",
+        "return [k.at(block, (j * 0 + m) * unit) for m in range(s.rows)]",
         f"{_ORDER}'int4 and bfloat16'",
     ),
     Mutation(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from engines import cpu_blocks
-from problems import numpy_dtype
+from problems import CODE_FORMATS, STORAGE, numpy_dtype
 from test_bound_of_codes import Coded, coded
 
 import speedlight as sl
@@ -160,14 +160,6 @@ def merged(first: State, second: State, order: Order) -> State:
     return top, total, acc
 
 
-FORMATS = {
-    "int8": ("int8", False),
-    "float8": ("float8_e4m3fn", False),
-    "int4": ("int4", False),
-    "latents of int8": ("int8", True),
-    "latents of float8": ("float8_e4m3fn", True),
-}
-STORAGE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 ROWS = 5  # of queries, behind keys that all of them see
 # keys, head_dim, value_dim: below, at and above units, blocks of columns, chunks and tiles; an odd number of each
 SIZES = [(200, 64, 64), (131, 45, 77), (75, 7, 17), (1200, 100, 33)]
@@ -190,11 +182,11 @@ def drawn(rng: np.random.Generator, length: int, d: int, dv: int, *, latent: boo
 
 
 def shape_of(kind: str, dtype: str, unit: Isa) -> Shape:
-    codes, latent = FORMATS[kind]
+    codes, latent = CODE_FORMATS[kind]
     return Shape("decode", unit, STORAGE[dtype], cached=True, quantised=codes, latent=latent)
 
 
-ALL = [(kind, dtype, unit) for kind in FORMATS for dtype in ("float32", "bfloat16") for unit in runnable_isas()]
+ALL = [(kind, dtype, unit) for kind in CODE_FORMATS for dtype in ("float32", "bfloat16") for unit in runnable_isas()]
 # a short run has one unit of each class, and queries of float32 where that may be
 SOME = {(kind, shape_of(kind, dtype, unit).product): (kind, dtype, unit) for kind, dtype, unit in reversed(ALL)}
 
@@ -204,7 +196,7 @@ SOME = {(kind, shape_of(kind, dtype, unit).product): (kind, dtype, unit) for kin
 )
 def test_bits_are_those_of_the_order(kind, dtype, unit, monkeypatch):
     monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
-    (codes, latent), shape = FORMATS[kind], shape_of(kind, dtype, unit)
+    (codes, latent), shape = CODE_FORMATS[kind], shape_of(kind, dtype, unit)
     order = ORDERS[shape.product]._replace(terms=product_of(shape).exp2_terms)
     rng = np.random.default_rng(2)
     for length, d, dv in SIZES:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from conftest import FULL
-from problems import digest, numpy_dtype, stacked
+from problems import CODE_FORMATS, STORAGE, digest, numpy_dtype, stacked
 
 import speedlight as sl
 from speedlight.arrays.dtypes import scales_of
@@ -20,15 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_width")
 
 Rows = tuple[np.ndarray, np.ndarray]  # of one item: out [heads, length, value_dim], lse [heads, length]
 
-# a code's dtype, and whether keys are latents
-FORMATS = {
-    "int8": ("int8", False),
-    "float8": ("float8_e4m3fn", False),
-    "int4": ("int4", False),
-    "latents of int8": ("int8", True),
-    "latents of float8": ("float8_e4m3fn", True),
-}
-STORAGE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"mask": sl.window(60, 0)},
@@ -75,7 +66,7 @@ class Coded(NamedTuple):
 
 def drawn(rng: np.random.Generator, kind: str, dtype: str, options: dict[str, Any]) -> Coded:
     """A problem of any sizes, with zeros, large numbers, and NaN near the end among its tokens."""
-    codes, latent = FORMATS[kind]
+    codes, latent = CODE_FORMATS[kind]
     d, dv = (int(x) for x in rng.integers(1, 141, 2))
     if latent:
         d = dv + int(rng.choice([0, 1, 16, 20]))
@@ -171,7 +162,7 @@ WAYS = {"chunks": in_chunks, "a prefix": after_a_prefix, "pages": in_pages}
 
 def class_of(unit: Isa, kind: str, dtype: str) -> str:
     """What multiplies: units that have it in common have the same bits."""
-    codes, latent = FORMATS[kind]
+    codes, latent = CODE_FORMATS[kind]
     return unit.product(STORAGE[dtype], codes=scales_of(codes, latent=latent))
 
 
@@ -210,8 +201,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # a short run has float32 and float16 queries, whose kernels multiply alike, of some formats each
-SOME = [(kind, "bfloat16") for kind in FORMATS] + [("int8", "float16"), ("int4", "float32")]
-CASES = [(kind, dtype) for kind in FORMATS for dtype in STORAGE] if FULL else SOME
+SOME = [(kind, "bfloat16") for kind in CODE_FORMATS] + [("int8", "float16"), ("int4", "float32")]
+CASES = [(kind, dtype) for kind in CODE_FORMATS for dtype in STORAGE] if FULL else SOME
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)

@@ -20,6 +20,15 @@ from speedlight import reference
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 CODES = ("int8", "float8_e4m3fn", "int4")  # of caches, with scales for each token and head
+# a code's dtype, and whether keys are latents
+CODE_FORMATS = {
+    "int8": ("int8", False),
+    "float8": ("float8_e4m3fn", False),
+    "int4": ("int4", False),
+    "latents of int8": ("int8", True),
+    "latents of float8": ("float8_e4m3fn", True),
+}
+STORAGE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # of queries over codes
 SCALES = {"int4": np.float16}  # dtypes of scales that are not float32
 # head_dim, value_dim: one, odd, below, at and above the register tile and the vector, the sizes models use
 DIMS = ((1, 1), (2, 3), (7, 9), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (256, 256), (576, 512))

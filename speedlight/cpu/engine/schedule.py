@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...arrays.dtypes import ALL_CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
+from ...arrays.dtypes import ALL_CODES, STORAGE_BYTES, scale_columns, scales_of
 from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ...host.tunings import MANY, Decoding, Tuning
 from ...problem.operands import Strides
@@ -72,7 +72,7 @@ def count_scales(problem: Problem) -> tuple[int, int]:
     """Counts the scales of a key and of a value; none where there are no codes. The rest of a latent counts as one."""
     if problem.quantised is None:
         return 0, 0
-    size = LATENT_BLOCK if problem.latent_codes else ALL_CODES[problem.quantised].block
+    size = scale_columns(problem.quantised, latent=problem.latent_codes)
     if not size:
         return 1, 1
     values = -(-problem.value_dim // size)

@@ -28,7 +28,6 @@ from .row_weights import (
     clear_row,
     merge_row,
     rescale,
-    scale_rows,
     scale_scores,
     store_row,
     value_tiles,
@@ -50,10 +49,10 @@ class _Parts:
         product = product_of(s)
         self.score = product.flushed(m, score(m, s))
         self.drop = drop_row(m, s) if s.dropout else None
-        self.rescale = rescale(m, s) if s.format.is_coded and s.cached else None
-        self.scale_scores = scale_scores(m, s) if s.format.is_coded and s.cached and s.together > 1 else None
+        self.rescale = rescale(m, s) if s.format.is_coded else None
+        leaves_scales = s.lists_scales or (s.format.is_coded and s.together > 1)  # of keys: scores are without them
+        self.scale_scores = scale_scores(m, s) if leaves_scales else None
         self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
-        self.scale_rows = [scale_rows(m, s, of_weights=x) for x in (False, True)] if s.lists_scales else []
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         in_step = s.cached and self.visibility is None and self.scale_scores is None
@@ -332,18 +331,17 @@ class _Task(Work):
             arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
             k.call(parts.score, self.scratch, *arguments)
             if parts.scale_scores is not None:
-                k.call(parts.scale_scores, self.scratch, self.k_places, count, self.rows)
-            self.scale_by_lists("k", start, count)
+                scales = self.scales_of("k", self.k_places, start, count)
+                k.call(parts.scale_scores, self.scratch, scales, count, self.rows)
         regular = self.locate(self.v_places, "v", start, count)
         joint = self.weigh(start, count, clear)
         k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
         self.drop(start, count)
         if parts.rescale is not None:
-            first = k.i64(0)
+            first, scales = k.i64(0), self.scales_of("v", self.v_places, start, count)
             with k.range(0, self.count_scales()) as n:
                 to, at = k.at(self.scaled_weights(first), n * self.scaled_row), n * (BLOCK * s.scale_bytes)
-                k.call(parts.rescale, self.weights(first), to, self.v_places, count, at, self.rows)
-        self.scale_by_lists("v", start, count)
+                k.call(parts.rescale, self.weights(first), to, scales, count, at, self.rows)
         self.begin_sums()
         shared = product_of(s).joint_steps(k, s.unit_of(joint), s.count_units(count))
         self.add_values(shared, regular)
@@ -353,14 +351,15 @@ class _Task(Work):
                 k.call(parts.careful, *self.value_arguments(r, shared, end, regular), count - 1)
             self.accumulate(r)
 
-    def scale_by_lists(self, name: str, start: Value, count: Value) -> None:
-        """Multiplies scores ("k"), or weights ("v"), of all rows by the scales of codes in arrays."""
-        k, parts = self.k, self.parts
-        if not parts.scale_rows:
-            return
+    def scales_of(self, name: str, places: Value, start: Value, count: Value) -> Value:
+        """Returns where the scales of a tile's keys ("k"), or values ("v"), are: in the blocks at `places`, or in a
+        list that is made of those in arrays.
+        """
+        if not self.s.lists_scales:
+            return places
         to = self.part("scales")
-        self.list_scales(parts.stage_scales, name, self.head, (self.k_places, to), start, start + count)
-        k.call(parts.scale_rows[name == "v"], self.scores, to, count, self.rows)
+        self.list_scales(self.parts.stage_scales, name, self.head, (self.k_places, to), start, start + count)
+        return to
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
         """Finds the addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to

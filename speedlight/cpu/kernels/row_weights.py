@@ -176,50 +176,46 @@ def add_up(module: Module, s: Shape) -> Any:
     return k.finish()
 
 
+def _load_row_scales(k: Function, s: Shape, key: Value, at: Value | int = 0) -> Value:
+    """Loads the scales of a vector of a tile's keys, or values: from a list of a cache's blocks, `at` so many bytes in
+    each, or side by side. Past the last block they are its.
+    """
+    p = k.p
+    if s.lists_scales:
+        return k.load(s.vector, p["scales"], key * 4)
+    last = (p["count"] - 1) // BLOCK
+    block = k.at(k.load(PTR, p["scales"], k.min(key // BLOCK, last) * 8), at)
+    return load_scales(k, s.format, block, key % BLOCK, s.lanes)
+
+
+def scale_scores(module: Module, s: Shape) -> Any:
+    """Multiplies scores of codes by their keys' scales, where those were left out."""
+    k = module.function("scale_scores", prototype("scores* scales* count rows"))
+    p = k.p
+    with k.range(0, p["count"], s.lanes) as j:
+        scale = _load_row_scales(k, s, j)
+        with k.range(0, p["rows"]) as r:
+            at = r * score_row(s) + j * 4
+            k.store(k.load(s.vector, p["scores"], at) * scale, p["scores"], at)
+    return k.finish()
+
+
 def rescale(module: Module, s: Shape) -> Any:
     """to[row, units] = weights[row, count] of a coded tile, times scales of its values; `at`: the bytes to these in a
     block.
 
     Both may be in one place.
     """
-    k = module.function("rescale", prototype("weights* to* places* count at rows"))
+    k = module.function("rescale", prototype("weights* to* scales* count at rows"))
     p, n = k.p, s.lanes
-    last = (p["count"] - 1) // BLOCK
     with k.range(0, p["count"], n * s.elements) as j:
-        keys, scales = [j + i * n for i in range(s.elements)], []
-        for key in keys:
-            block = k.at(k.load(PTR, p["places"], k.min(key // BLOCK, last) * 8), p["at"])
-            scales.append(load_scales(k, s.format, block, key % BLOCK, n))
+        keys = [j + i * n for i in range(s.elements)]
+        scales = [_load_row_scales(k, s, key, p["at"]) for key in keys]
         with k.range(0, p["rows"]) as r:
             row = k.at(p["weights"], r * score_row(s))
             xs = [rescale_weights(k, s, k.load(s.vector, row, key * 4), x) for key, x in zip(keys, scales, strict=True)]
             to = r * score_row(s) + j * (s.number_bytes // s.elements)
             k.store(product_of(s).pack_scaled_row(k, xs), p["to"], to)
-    return k.finish()
-
-
-def scale_rows(module: Module, s: Shape, *, of_weights: bool) -> Any:
-    """Multiplies rows of scores, or weights, by scales that lie side by side."""
-    k = module.function("scale_weights" if of_weights else "scale_rows", prototype("rows* scales* count n_rows"))
-    p, n = k.p, s.lanes
-    with k.range(0, p["count"], n) as j:
-        scale = k.load(s.vector, p["scales"], j * 4)
-        with k.range(0, p["n_rows"]) as r:
-            at = r * score_row(s) + j * 4
-            x = k.load(s.vector, p["rows"], at)
-            k.store(rescale_weights(k, s, x, scale) if of_weights else x * scale, p["rows"], at)
-    return k.finish()
-
-
-def scale_scores(module: Module, s: Shape) -> Any:
-    """Multiplies scores of codes by their keys' scales, where those were left out."""
-    k = module.function("scale_scores", prototype("scores* places* count rows"))
-    p, n = k.p, s.lanes
-    with k.range(0, p["count"], n) as j:
-        scale = load_scales(k, s.format, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK, n)
-        with k.range(0, p["rows"]) as r:
-            at = r * score_row(s) + j * 4
-            k.store(k.load(s.vector, p["scores"], at) * scale, p["scores"], at)
     return k.finish()
 
 
@@ -279,7 +275,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
 def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
     """Writes the body of value_rows(): for slots that adjoin, then for the rest."""
     p, whole = k.p, k.i64(0)
-    if product_of(s).loads_columns or s.scale_block:
+    if product_of(s).columns_together > 1 or s.scale_block:
         whole = p["value_dim"] // (s.lanes * together) * together
         with k.range(0, whole, together) as slot:
             _value_group(k, s, rows, [slot + i for i in range(together)], adjoin=True)
@@ -303,10 +299,7 @@ def _value_group(k: Function, s: Shape, rows: int, slots: list[Value], *, adjoin
         columns: list[Value] = columns,
         totals: list[list[Any]] = totals,
     ) -> None:
-        if adjoin and product.loads_columns and len(columns) % 2 == 0:
-            vectors = product.load_columns(k, keys, columns)
-        else:
-            vectors = [product.load_values(k, keys, c, count) for c in columns]
+        vectors = product.load_columns(k, keys, columns, count, adjoin=adjoin)
         for r in range(rows):
             for u in range(count):
                 at = (j + u) * s.number_bytes + r * score_row(s)

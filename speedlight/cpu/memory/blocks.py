@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.dtypes import CODES, LATENT_BLOCK, numpy_dtype
+from ...arrays.dtypes import CODES, numpy_dtype, scale_columns, signed_nibbles
 from ...arrays.memory import pages
 from ...errors import ReservationError, pass_on, shown
 from ...host.rounding import standard
@@ -114,7 +114,7 @@ class Coded(Store):
     """
 
     def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
-        self.scales = ScaleBlocks.of(dim, dtype)
+        self.scales = ScaleBlocks.of(dim, dtype, latent=False)
         super().__init__(dim, dtype, keys=keys)
 
     def row_bytes(self) -> int:
@@ -152,7 +152,7 @@ class CodedLatents(Coded):
     """Latents whose first columns, the values, are codes, row by row; the rest is bfloat16, row by row behind them."""
 
     def __init__(self, dim: int, dtype: str, *, columns: int) -> None:
-        self.scales = ScaleBlocks.of(columns, dtype, LATENT_BLOCK)
+        self.scales = ScaleBlocks.of(columns, dtype, latent=True)
         Store.__init__(self, dim, dtype, keys=False)
 
     @property
@@ -194,7 +194,7 @@ class Nibbles(Coded):
         if plane is not self.planes[0]:
             return blocks
         codes = np.stack([blocks & 15, blocks >> 4], -1 if self.is_keys else -2)
-        return ((codes ^ 8).view(np.int8) - np.int8(8)).astype(self.kind)
+        return signed_nibbles(codes).astype(self.kind)
 
     def move_in(self, plane: np.ndarray, old: _Places, new: _Places) -> None:
         if plane is not self.planes[0] or self.is_keys:
@@ -216,10 +216,8 @@ class ScaleBlocks(NamedTuple):
     kind: np.dtype
 
     @classmethod
-    def of(cls, columns: int, dtype: str, size: int | None = None) -> ScaleBlocks:
-        """size: columns that share a scale; by default the format's."""
-        row = CODES[dtype]
-        return cls(columns, (row.block if size is None else size) or columns, np.dtype(row.scale))
+    def of(cls, columns: int, dtype: str, *, latent: bool) -> ScaleBlocks:
+        return cls(columns, scale_columns(dtype, latent=latent) or columns, np.dtype(CODES[dtype].scale))
 
     @property
     def number(self) -> int:

@@ -7,6 +7,7 @@ A coded format keeps a scale for each token and head beside the codes: code · s
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,22 +52,31 @@ class Plain:
         return conversions.load(k, self.name, pointer, offset, lanes)
 
 
-class Int8:
-    """Whole numbers from -127 to 127."""
+class _Bytes(ABC):
+    """Base of codes of a byte each, with a scale for each token and head."""
 
-    name, is_coded, in_pairs = "int8", True, False
-    bits, last = CODES[name].bits, float(CODES[name].largest)
+    is_coded, in_pairs = True, False
     unit = 1.0
 
     def offset(self, index: Value) -> Value:
         return index
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
-        """Loads one code, or `lanes` side by side, in f32."""
+        """Loads one code, or `lanes` side by side, in f32, over `unit`."""
         return self.number(k, load_codes(k, pointer, offset, lanes))
 
+    @abstractmethod
     def number(self, k: Function, code: Value) -> Value:
-        """Returns a code, or a vector of them, in f32."""
+        """Returns a code, or a vector of them, in f32, over `unit`."""
+
+
+class Int8(_Bytes):
+    """Whole numbers from -127 to 127."""
+
+    name = "int8"
+    bits, last = CODES[name].bits, float(CODES[name].largest)
+
+    def number(self, k: Function, code: Value) -> Value:
         return k.to_float(_extended(k, code, I32), like(code, F32))
 
     def magnitude(self, k: Function, code: Value) -> Value:
@@ -102,19 +112,46 @@ class Int8:
         return k.trunc(Value(k, k.b.fptosi(whole.x, like(x, I32))), like(x, I8))
 
 
-class Float8:
+class _Floats(_Bytes):
+    """Base of float8: a sign, an exponent, a mantissa."""
+
+    last: float
+    mantissa: int  # bits
+    bias: int  # of the exponent
+
+    def narrow(self, k: Function, x: Value, scale: Value) -> Value:
+        """Codes of x by any scale; 0 where that is 0 or NaN."""
+        live = scale > 0.0
+        ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
+        code = self.rounded(k, k.min(ratio, k.const(self.last, x.type)), x)
+        return k.select(live, code, k.const(0, code.type))
+
+    def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
+        """Codes of x by a scale that was given, whatever x is: NaN of NaN, 0 by a scale not above 0."""
+        code = self.narrow(k, x, scale)
+        return k.select(x.differs(x) & (scale > 0.0), k.const(0x7F, code.type), code)
+
+    def rounded(self, k: Function, size: Value, signed: Value) -> Value:
+        """Returns a magnitude (f32, up to the largest) as a code, to nearest even, with the sign of another number.
+
+        2^e is its binade, or that of the smallest normal numbers. 2^e and a 2^20th of it (of e4m3) is rounded to steps
+        of 2^(e-23), of which its last bits are the number; the digits of e come on top, in 8 bits, and what these have
+        too much of is there from the start.
+        """
+        wide, mantissa, bias = like(size, I32), self.mantissa, self.bias
+        excess = -(127 - bias << mantissa) & 0xFF
+        binade = k.max(size.bits(wide), k.const((128 - bias) << 23, wide)) & 0x7F800000
+        last_bits = k.const(2.0 ** (mantissa - 23), size.type)
+        steps = k.fma(size, last_bits, (binade | excess - (1 << mantissa)).bits(size.type)).bits(wide)
+        return k.trunc(steps + (steps >> 23 - mantissa) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
+
+
+class Float8(_Floats):
     """float8_e4m3fn: a sign, four bits of exponent and three of mantissa; no infinity."""
 
-    name, is_coded, in_pairs = "float8_e4m3fn", True, False
+    name, mantissa, bias = "float8_e4m3fn", 3, 7
     bits, last = CODES[name].bits, float(CODES[name].largest)
     unit = 256.0
-
-    def offset(self, index: Value) -> Value:
-        return index
-
-    def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
-        """Loads one code, or `lanes` side by side, in f32, over `unit`."""
-        return self.number(k, load_codes(k, pointer, offset, lanes))
 
     def number(self, k: Function, code: Value) -> Value:
         """Returns a code, or a vector of them, in f32, over `unit`.
@@ -139,53 +176,25 @@ class Float8:
         """Codes of x, which divide() divides by a usual scale: within half a unit of the last code; -0 keeps its
         sign.
         """
-        return _round_to_float8(k, divide(k.abs(x)), x)
-
-    def narrow(self, k: Function, x: Value, scale: Value) -> Value:
-        """Codes of x by any scale; 0 where that is 0 or NaN."""
-        live = scale > 0.0
-        ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
-        code = _round_to_float8(k, k.min(ratio, k.const(self.last, x.type)), x)
-        return k.select(live, code, k.const(0, code.type))
-
-    def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
-        """Codes of x by a scale that was given, whatever x is: NaN of NaN, 0 by a scale not above 0."""
-        return _keep_nan(k, self.narrow(k, x, scale), x, scale)
+        return self.rounded(k, divide(k.abs(x)), x)
 
 
 class Float8OfPages(Float8):
     """float8_e4m3fn with its NaN, in the caller's pages."""
 
     def number(self, k: Function, code: Value) -> Value:
-        """Returns a code, or a vector of them, in f32, over `unit`."""
         return k.select((code & 0x7F).equals(0x7F), k.const(math.nan, like(code, F32)), super().number(k, code))
 
 
-class HalfFloat8:
+class HalfFloat8(_Floats):
     """float8_e5m2: a sign, five bits of exponent and two of mantissa, as float16 begins; of the caller's pages."""
 
-    name, is_coded, in_pairs = "float8_e5m2", True, False
+    name, mantissa, bias = "float8_e5m2", 2, 15
     bits, last = PAGE_CODES[name].bits, float(PAGE_CODES[name].largest)
-    unit = 1.0
 
-    def offset(self, index: Value) -> Value:
-        return index
-
-    def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
-        """Loads one code, or `lanes` side by side, in f32."""
-        bits = _extended(k, load_codes(k, pointer, offset, lanes), I16) << 8
+    def number(self, k: Function, code: Value) -> Value:
+        bits = _extended(k, code, I16) << 8
         return k.extend(bits.bits(like(bits, F16)), like(bits, F32))
-
-    def narrow(self, k: Function, x: Value, scale: Value) -> Value:
-        """Codes of x by any scale; 0 where that is 0 or NaN."""
-        live = scale > 0.0
-        ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
-        code = _round_to_float8(k, k.min(ratio, k.const(self.last, x.type)), x, mantissa=2, bias=15)
-        return k.select(live, code, k.const(0, code.type))
-
-    def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
-        """Codes of x by a scale that was given, whatever x is: NaN of NaN, 0 by a scale not above 0."""
-        return _keep_nan(k, self.narrow(k, x, scale), x, scale)
 
 
 class Int4:
@@ -277,27 +286,6 @@ def _looked_up(k: Function, kind: ir.Type, table: Sequence[float], index: Value)
 def _signed(k: Function, x: Value, shift: int) -> Value:
     """Shifts integers to the right, and copies their sign."""
     return Value(k, k.b.ashr(x.x, k.const(shift, x.type).x))
-
-
-def _keep_nan(k: Function, code: Value, x: Value, scale: Value) -> Value:
-    """Returns float8's NaN in place of a code where x is NaN, and its scale is above 0."""
-    return k.select(x.differs(x) & (scale > 0.0), k.const(0x7F, code.type), code)
-
-
-def _round_to_float8(k: Function, size: Value, signed: Value, mantissa: int = 3, bias: int = 7) -> Value:
-    """Returns a magnitude (f32, up to the largest) as the bits of a float8, to nearest even, with the sign of another
-    number. mantissa, bias: bits of its fraction, and its exponent's bias.
-
-    2^e is its binade, or that of the smallest normal numbers. 2^e and a 2^20th of it (of e4m3) is rounded to steps of
-    2^(e-23), of which its last bits are the number; the digits of e come on top, in 8 bits, and what these have too
-    much of is there from the start.
-    """
-    wide = like(size, I32)
-    excess = -(127 - bias << mantissa) & 0xFF
-    binade = k.max(size.bits(wide), k.const((128 - bias) << 23, wide)) & 0x7F800000
-    last_bits = k.const(2.0 ** (mantissa - 23), size.type)
-    steps = k.fma(size, last_bits, (binade | excess - (1 << mantissa)).bits(size.type)).bits(wide)
-    return k.trunc(steps + (steps >> 23 - mantissa) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
 
 
 ByteFormat = Int8 | Float8  # of a cache's codes, a byte each

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from ...arrays.dtypes import ALL_CODES, CODES, LATENT_BLOCK, STORAGE_BYTES, scales_of
+from ...arrays.dtypes import CODES, STORAGE_BYTES, scale_columns, scales_of
 from ...host.machine import PRODUCTS, Isa, sum_storage
 from ...host.tunings import TUNINGS, Fetching, RegisterTiles, shipped
 from .records import BLOCK
@@ -206,9 +206,7 @@ class Shape:
     @property
     def scale_block(self) -> int:
         """Columns of codes that share a scale; 0: all of a row."""
-        if self.quantised is None or self.lists_scales:
-            return 0
-        return LATENT_BLOCK if self.latent else CODES[self.quantised].block
+        return scale_columns(self.quantised if self.cached else None, latent=self.latent)
 
     @property
     def scale_bytes(self) -> int:
@@ -362,7 +360,7 @@ class AppendShape:
     @property
     def scale_block(self) -> int:
         """Codes of a row that share a scale; 0: all."""
-        return LATENT_BLOCK if self.latent else ALL_CODES[self.stored].block
+        return scale_columns(self.stored, latent=self.latent)
 
     @property
     def pairs(self) -> bool:

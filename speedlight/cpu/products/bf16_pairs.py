@@ -72,7 +72,7 @@ class PairUnits(CacheValues):
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
         return [self.load_units(k, k.at(block, t * self.s.block_step), k.i64(lane), stored=True)]
 
-    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value) -> Value:
         return self.load_unit(k, k.at(block, t * self.s.block_step), key, k.i64(2), k.i64(2 * BLOCK))
 
     def value_row(self, k: Function, row: Value, i: Value, step: Value) -> list[Value]:

@@ -12,17 +12,17 @@ import numpy as np
 from llvmlite import ir
 
 from ..language.functions import like
-from ..language.vector import F32, I8, I16, I32, PTR, Function, Module, Value, lanes_of, vec
+from ..language.vector import I8, I16, I32, PTR, Function, Module, Value, lanes_of, vec
 from ..memory.formats import NIBBLES, ByteFormat, Int4, bf16_bits, load_codes
 from ..memory.records import BLOCK
 from .amx_tiles import AmxTiles
 from .bf16_pairs import Bf16Pairs, PairUnits
-from .packing import each_unit, stage_lanes, stage_values, widen_blocks
+from .packing import NumberWeights, each_unit, stage_lanes, stage_values, widen_blocks
 
 _LINE = 64  # codes
 
 
-class CodedPairs(PairUnits):
+class CodedPairs(NumberWeights, PairUnits):
     """Base of the products of pairs whose keys and values are codes, of 16 lanes."""
 
     # --- codes
@@ -100,17 +100,9 @@ class CodedPairs(PairUnits):
         return x.bits(self.s.ivector)
 
     def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None:
-        if not of_keys:
-            each_unit(k, count, body, unrolled=False)
-            return
-        line = _LINE // self.s.block_step
-        whole = count & -line
-        with k.range(0, whole, line) as t:
-            body(t, line)
-        with k.range(whole, count) as t:
-            body(t)
+        each_unit(k, count, body, loads=(_LINE // self.s.block_step,) if of_keys else ())
 
-    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value) -> Value:
         at = k.at(block, t * self.s.block_step + key)
         return self.pairs_of(k, *(load_codes(k, at, n * BLOCK) for n in (0, 1)))
 
@@ -133,53 +125,41 @@ class CodedPairs(PairUnits):
         return self.pairs_of(k, *(load_codes(k, row, column, lanes) for row in rows))
 
     @property
-    def loads_columns(self) -> bool:
-        return self.s.isa.permutes_bytes
+    def columns_together(self) -> int:
+        """Counts the vectors of columns of a line, whose codes are looked up together."""
+        if not self.s.isa.permutes_bytes:
+            return 1
+        return 4 if self.is_packed else 2
 
-    def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]:
-        if not self.loads_columns:
-            return [self.load_values(k, rows, column) for column in columns]
-        found, n = [], self.s.lanes
-        if self.is_packed:
-            if len(columns) % 4:
-                return [self.load_values(k, rows, column) for column in columns]
-            for column in columns[::4]:
-                line = self._line_of_nibbles(k, k.load(vec(I8, _LINE), rows[0], column))
-                found += [[x] for x in line]
-            return found
-        for column in columns[::2]:
-            low, high = self._halves(k, k.joined([load_codes(k, row, column, 2 * n) for row in rows]))
-            for first in (0, n):
-                places = [first + lane + 2 * n * key for lane in range(n) for key in (0, 1)]
-                found.append([self._joined(k, low, high, places)])
-        return found
+    def load_columns(
+        self, k: Function, rows: list[Value], columns: Sequence[Value], count: int = 1, *, adjoin: bool
+    ) -> list[list[Value]]:
+        together = self.columns_together
+        if not adjoin or together == 1 or len(columns) % together:
+            return super().load_columns(k, rows, columns, count, adjoin=adjoin)
+        line = self._line_of_nibbles if self.is_packed else self._line_of_rows
+        size = _LINE // len(rows)  # codes of a row
+        lines = [k.joined([load_codes(k, row, x, size) for row in rows]) for x in columns[::together]]
+        return [[x] for codes in lines for x in line(k, codes)]
+
+    def _line_of_rows(self, k: Function, codes: Value) -> list[Value]:
+        """Returns two vectors of pairs of 32 columns of two keys, which lie key by key."""
+        low, high = self._halves(k, codes)
+        n = self.s.lanes
+        places = [[first + lane + 2 * n * key for lane in range(n) for key in (0, 1)] for first in (0, n)]
+        return [self._joined(k, low, high, x) for x in places]
 
     # --- weights
 
-    @property
-    def row_weight(self) -> ir.Type:
-        return F32
-
-    def pack_weights(self, k: Function, weights: list[Value]) -> Value:
-        return weights[0]
-
-    def pack_row(self, k: Function, weights: list[Value]) -> Value:
-        return weights[0]
-
-    def add_weights(self, k: Function, unit: Value, total: Value) -> Value:
-        return total + unit
-
     def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
-        return k.select(keep[0], unit, unit * 0.0) if len(keep) == 1 else super().drop_weights(k, unit, keep)
-
-    def drop_row(self, k: Function, weights: Value, keep: Value) -> Value:
-        return k.select(keep, weights, weights * 0.0)
+        kind = NumberWeights if len(keep) == 1 else PairUnits  # before scales have multiplied them, or after
+        return kind.drop_weights(self, k, unit, keep)
 
     def pack_scaled(self, k: Function, weights: list[Value]) -> Value:
         return self.side_by_side(k, self.pack_scaled_row(k, weights))
 
     def pack_scaled_row(self, k: Function, weights: list[Value]) -> Value:
-        return super().pack_row(k, weights)
+        return super(NumberWeights, self).pack_row(k, weights)
 
 
 class Bf16Codes(CodedPairs, Bf16Pairs):

@@ -9,8 +9,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llvmlite import ir
-
 from ..language.functions import like
 from ..language.vector import I32, Function, Module, Value
 from ..memory.formats import NUMBERS, Int4, NumberFormat
@@ -19,6 +17,7 @@ from ..memory.shape import Shape
 from .outer import OuterProduct
 from .packing import (
     KeyRun,
+    NumberWeights,
     each_unit,
     split_lanes,
     split_pairs,
@@ -41,7 +40,7 @@ _EXP2_F64 = (
 _HIDDEN = -(1 << 31)  # the bits of -0: weights times scales of any sign are hidden where they are just that
 
 
-class Fma(OuterProduct):
+class Fma(NumberWeights, OuterProduct):
     """Product of every vector unit: fused multiply-adds."""
 
     def __init__(self, s: Shape) -> None:
@@ -107,17 +106,7 @@ class Fma(OuterProduct):
 
     def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None:
         loads = self.loads if of_keys else (2,) * self.splits_pairs
-        if not loads:
-            each_unit(k, count, body, unrolled=of_keys)
-            return
-        first = k.i64(0)
-        for size in loads:
-            end = count & -size
-            with k.range(first, end, size) as t:
-                body(t, size)
-            first = end
-        with k.range(first, count) as t:
-            body(t)
+        each_unit(k, count, body, unrolled=of_keys and not loads, loads=loads)
 
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]:
         if not self.splits_pairs:
@@ -133,7 +122,7 @@ class Fma(OuterProduct):
             return list(self.format.widen_pairs(k, row, unit, self.s.lanes))
         return split_pairs(k.load(self.s.ivector, row, unit * 4))
 
-    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value) -> Value:
         return self._numbers.widen(k, k.at(block, t * self.s.block_step), self._numbers.offset(key))
 
     def value_offset(self, i: Value, row: Value) -> Value:
@@ -164,12 +153,6 @@ class Fma(OuterProduct):
 
     # --- weights
 
-    def pack_weights(self, k: Function, weights: list[Value]) -> Value:
-        return weights[0]
-
-    def pack_row(self, k: Function, weights: list[Value]) -> Value:
-        return weights[0]
-
     def pack_scaled(self, k: Function, weights: list[Value]) -> Value:
         return weights[0]
 
@@ -178,19 +161,6 @@ class Fma(OuterProduct):
 
     def round_elements(self, k: Function, x: Value) -> Value:
         return x
-
-    def add_weights(self, k: Function, unit: Value, total: Value) -> Value:
-        return total + unit
-
-    def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
-        return k.select(keep[0], unit, unit * 0.0)
-
-    @property
-    def row_weight(self) -> ir.Type:
-        return self.s.number
-
-    def drop_row(self, k: Function, weights: Value, keep: Value) -> Value:
-        return k.select(keep, weights, weights * 0.0)
 
     # --- hidden keys
 

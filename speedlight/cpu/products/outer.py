@@ -86,7 +86,7 @@ class OuterProduct(CacheValues):
         """Loads `count` units, which lie together, of `lanes` keys of a block."""
 
     @abstractmethod
-    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value:
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value) -> Value:
         """Loads unit t of one key of a block."""
 
     # --- weights
@@ -471,9 +471,8 @@ def _block_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
     A key past the last has the score of the one before, which the tile's facts then hold twice.
     """
     s, p = product.s, k.p
-    unit, place = s.block_unit_bytes, j // BLOCK * 8
-    block, next_block = (k.load(PTR, p["keys"], place + n) for n in (0, 8))
-    rows = [k.at(block, (j & (BLOCK - 1)) * unit + m * unit) for m in range(s.rows)]
+    unit, rows = s.block_unit_bytes, _rows_of_block(k, s, j)
+    next_block = k.load(PTR, p["keys"], j // BLOCK * 8 + 8)
     share = (j & (BLOCK - 1)) // s.rows * (BLOCK * unit)
 
     def run(step: Step) -> None:
@@ -489,6 +488,12 @@ def _block_scores(product: OuterProduct, k: Function, j: Value, vectors: range) 
         for one, before in zip(total[m], total[m - 1], strict=True):
             one.set(k.select(j + m < p["n_keys"], one.get(), before.get()))
     return total
+
+
+def _rows_of_block(k: Function, s: Shape, j: Value) -> list[Value]:
+    """Returns where the first units of keys j, j + 1, … of a register tile lie, in their block."""
+    block, unit = k.load(PTR, k.p["keys"], j // BLOCK * 8), s.block_unit_bytes
+    return [k.at(block, (j & (BLOCK - 1)) * unit + m * unit) for m in range(s.rows)]
 
 
 def key_row(k: Function, s: Shape, j: Value) -> Value:
@@ -522,9 +527,7 @@ def _scores_by_blocks(product: OuterProduct, k: Function, j: Value, vectors: ran
     s, p = product.s, k.p
     last, size, codes = p["n_keys"] - 1, s.count_units(s.scale_block), p["code_units"]
     if s.reads_blocks:
-        block, unit = k.load(PTR, p["keys"], j // BLOCK * 8), s.block_unit_bytes
-        rows = [k.at(block, ((j & (BLOCK - 1)) + m) * unit) for m in range(s.rows)]
-        unit_bytes = BLOCK * unit
+        rows, unit_bytes = _rows_of_block(k, s, j), BLOCK * s.block_unit_bytes
     else:
         rows, unit_bytes = [key_row(k, s, k.min(j + m, last)) for m in range(s.rows)], s.number_bytes
     at, whole = j * s.row_bytes, (codes + (size - 1)) // size

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from llvmlite import ir
+
 from ..language import conversions
 from ..language.functions import like
 from ..language.prototypes import prototype
@@ -46,7 +48,7 @@ class UnitLoader(Protocol):
 
     def load_keys(self, k: Function, block: Value, t: Value, lane: int, count: int) -> list[Value]: ...
 
-    def key_unit(self, k: Function, block: Value, t: Value, key: Value, head_dim: Value) -> Value: ...
+    def key_unit(self, k: Function, block: Value, t: Value, key: Value) -> Value: ...
 
     def each_unit(self, k: Function, count: Value, body: Callable[..., None], *, of_keys: bool) -> None: ...
 
@@ -55,9 +57,9 @@ class CacheValues(ABC):
     """Base of products: how they load a cache's values, each unit from a row of its own unless they say otherwise."""
 
     @property
-    def loads_columns(self) -> bool:
-        """Loads columns side by side faster than one by one."""
-        return False
+    def columns_together(self) -> int:
+        """Counts vectors of columns side by side that are loaded faster together than one by one; 1: none are."""
+        return 1
 
     def value_offset(self, i: Value, row: Value) -> Value:
         """Returns the bytes from a block's first values to where unit i is loaded; `row`: of a row that is."""
@@ -71,9 +73,11 @@ class CacheValues(ABC):
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
         """Loads one vector of columns of `count` units of values: of a block's row, or of keys' `rows`."""
 
-    def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]:
-        """Loads as load_values() does vectors of columns, an even number that lie side by side."""
-        return [self.load_values(k, rows, x) for x in columns]
+    def load_columns(
+        self, k: Function, rows: list[Value], columns: Sequence[Value], count: int = 1, *, adjoin: bool
+    ) -> list[list[Value]]:
+        """Loads as load_values() does vectors of columns, which lie side by side if they `adjoin`."""
+        return [self.load_values(k, rows, x, count) for x in columns]
 
     def pack_scaled(self, k: Function, weights: list[Value]) -> Value:
         """Packs the weights of a unit's keys, lane by lane, that scales of codes have multiplied."""
@@ -84,13 +88,38 @@ class CacheValues(ABC):
         raise NotImplementedError
 
 
+class NumberWeights:
+    """Weights as numbers, a unit each: of products of numbers, and of codes until scales have multiplied them."""
+
+    s: Shape
+
+    @property
+    def row_weight(self) -> ir.Type:
+        return self.s.number
+
+    def pack_weights(self, k: Function, weights: list[Value]) -> Value:
+        return weights[0]
+
+    def pack_row(self, k: Function, weights: list[Value]) -> Value:
+        return weights[0]
+
+    def add_weights(self, k: Function, unit: Value, total: Value) -> Value:
+        return total + unit
+
+    def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
+        return k.select(keep[0], unit, unit * 0.0)
+
+    def drop_row(self, k: Function, weights: Value, keep: Value) -> Value:
+        return k.select(keep, weights, weights * 0.0)
+
+
 class CodeLoader(UnitLoader, Protocol):
     """Loads units of a cache's values, which are codes."""
 
     units_per_load: int
 
     @property
-    def loads_columns(self) -> bool: ...
+    def columns_together(self) -> int: ...
 
     def value_offset(self, i: Value, row: Value) -> Value: ...
 
@@ -98,7 +127,9 @@ class CodeLoader(UnitLoader, Protocol):
 
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]: ...
 
-    def load_columns(self, k: Function, rows: list[Value], columns: Sequence[Value]) -> list[list[Value]]: ...
+    def load_columns(
+        self, k: Function, rows: list[Value], columns: Sequence[Value], count: int = 1, *, adjoin: bool
+    ) -> list[list[Value]]: ...
 
     def value_of(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]: ...
 
@@ -113,13 +144,21 @@ def summed_together(k: Function, s: Shape, first: Value, end: Value) -> Iterator
             yield start, k.min(start + s.together, end)
 
 
-def each_unit(k: Function, count: Value, body: Callable[..., None], *, unrolled: bool) -> None:
-    """Calls body(t) of `count` units, one after another."""
+def each_unit(
+    k: Function, count: Value, body: Callable[..., None], *, unrolled: bool = False, loads: Sequence[int] = ()
+) -> None:
+    """Calls body(t) of `count` units, one after another; before, body(t, n) of those that are loaded n at a time."""
     if unrolled:
         k.unrolled(0, count, body)
-    else:
-        with k.range(0, count) as t:
-            body(t)
+        return
+    first: Value | int = 0
+    for size in loads:
+        end = count & -size
+        with k.range(first, end, size) as t:
+            body(t, size)
+        first = end
+    with k.range(first, count) as t:
+        body(t)
 
 
 # `first`: of a part of keys, how many units the part before has; else 0
@@ -181,7 +220,7 @@ def stage_lanes(product: UnitLoader, module: Module) -> Any:
                 for m, x in enumerate(k.transpose(lanes)):
                     k.store(x, target, row * m + t * s.number_bytes)
             with k.range(whole, filled) as t, k.range(0, n) as m:
-                one = product.key_unit(k, block, t, m + first, p["length"])
+                one = product.key_unit(k, block, t, m + first)
                 k.store(one, target, row * m + t * s.number_bytes)
             if s.packed > 1:
                 with k.range(0, n) as m:
@@ -212,9 +251,8 @@ def stage_values(product: CodeLoader, module: Module) -> Any:
     s, k = product.s, module.function("stage_values", prototype(TILE_WORDS))
     p, n, size, together = k.p, s.lanes, BLOCK // s.elements, product.units_per_load
     header = s.header(p["length"])
-    many = 64 // n if s.format.bits < 8 else 2  # vectors of columns that are loaded together
-    twice = p["length"] // (many * n) * (many * n) if product.loads_columns else k.i64(0)
-    whole = p["length"] // n * n
+    many = product.columns_together
+    first, whole = (p["length"] // step * step for step in (many * n, n))
     with k.range(0, p["count"], together) as t:
         block, ahead = (k.at(k.load(PTR, p["places"], x // size * 8), header) for x in (t, t + TILE // s.elements))
         at = product.value_offset(t % size, p["row"])
@@ -228,12 +266,13 @@ def stage_values(product: CodeLoader, module: Module) -> Any:
         for row in later[:1] if together > 1 else later:
             with k.range(0, p["length"], 64) as column:
                 k.prefetch(k.at(row, column), s.fetching.level)
-        if product.loads_columns:
-            with k.range(0, twice, many * n) as column:
-                for i, found in enumerate(product.load_columns(k, rows, [column + i * n for i in range(many)])):
-                    put(column + i * n, found)
-        with k.range(twice, whole, n) as column:
-            put(column, product.load_values(k, rows, column, together))
+        with k.range(0, first, many * n) as column:
+            columns = [column + i * n for i in range(many)]
+            for x, found in zip(columns, product.load_columns(k, rows, columns, together, adjoin=True), strict=True):
+                put(x, found)
+        if many > 1:
+            with k.range(first, whole, n) as column:
+                put(column, product.load_values(k, rows, column))
         with k.range(whole, p["length"]) as column:
             put(column, product.value_of(k, rows, column, together))
     return k.finish()
