@@ -53,8 +53,10 @@ def seconds_of(call: Call, count: int = 1) -> float:
     return (time.perf_counter() - start) / count
 
 
-def stay_awake(seconds: float = 0.03) -> None:
-    """Spins while the threads of the library before still spin: asleep we might wake on the core of one of ours."""
+def stay_awake(seconds: float = 0.1) -> None:
+    """Spins while the threads of the library before still spin (ONNX Runtime's: some 70 ms after a call); asleep we
+    might wake on the core of one of ours.
+    """
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
