@@ -66,7 +66,7 @@ def test_scales_of_either_sign(isa, one_width, rng, codes, kind):
     for x in (coded.k, coded.v):
         x[x == -128] = -127
     if kind == "tokens":
-        coded.v_scales[coded.table[0, 4]] = 1e-42
+        coded.v_scales[coded.table[0, 4]] = 2e-45
     signs = [
         np.where(rng.random(np.shape(x)) < 0.7, -1.0, 1.0).astype(np.float32) if np.ndim(x) else np.float32(-1)
         for x in coded[2:4]
@@ -76,7 +76,7 @@ def test_scales_of_either_sign(isa, one_width, rng, codes, kind):
     calls += [(n, {"dropout": 0.5, "seed": 3}) for n in (1, 40)]
     for has_nan in (False, True) if codes != "int8" else (False,):
         if has_nan:
-            coded.v[coded.table[0, 2], 3, 1, 7] = np.nan
+            coded.v[coded.table[0, [2, 4]], 3, 1, [7, 9]] = np.nan
         turned = _negated(coded, signs)
         for n, options in calls:
             q = 3.0 * rng.standard_normal((1, 4, n, 33)).astype(np.float32)
