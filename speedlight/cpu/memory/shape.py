@@ -220,7 +220,7 @@ class Shape:
 
     @property
     def has_signed_scales(self) -> bool:
-        """Has scales of codes that may be negative: then the weight of a hidden key is exactly -0, not any with a sign."""
+        """Has scales of codes that may be negative: only a weight of exactly -0 is that of a hidden key."""
         return self.scale_block > 0 or self.lists_scales
 
     def count_scales(self, columns: Any) -> Any:
