@@ -71,9 +71,10 @@ def test_scales_of_either_sign(isa, one_width, rng, codes, kind):
         np.where(rng.random(np.shape(x)) < 0.7, -1.0, 1.0).astype(np.float32) if np.ndim(x) else np.float32(-1)
         for x in coded[2:4]
     ]
-    seen = sl.table(rng.random(150) < 0.5)
-    calls = [*CALLS, (1, {"mask": lambda b, h, i, j: seen[j]})]
-    calls += [(n, {"dropout": 0.5, "seed": 3}) for n in (1, 40)]
+    seen = sl.table((rng.random(150) < 0.5) | (np.arange(150) == 67))
+    masked: dict[str, Any] = {"mask": lambda b, h, i, j: seen[j]}
+    calls = [*CALLS, (1, masked)]
+    calls += [(n, {"dropout": 0.7, "seed": 3} | more) for n in (1, 40) for more in ({}, masked)]
     for has_nan in (False, True) if codes != "int8" else (False,):
         if has_nan:
             coded.v[coded.table[0, [2, 4]], 3, 1, [7, 9]] = np.nan
