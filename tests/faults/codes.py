@@ -3,6 +3,7 @@
 from .mutation import Mutation
 
 _ORDER = "tests/properties/test_bits_of_codes.py -k "
+_DROPPED = "tests/conformance/caches/test_caches_codes.py -k dropped_and_"
 _CHUNKS = "tests/properties/test_codes_any_chunks.py -k "
 
 MUTATIONS = (
@@ -159,6 +160,34 @@ MUTATIONS = (
         "        if self.s.has_signed_scales:\n            return Value(",
         "        if self.s.scale_block > 32:\n            return Value(",
         f"{_CHUNKS}'int4 and bfloat16'",
+    ),
+    Mutation(
+        "the hidden mark of a packed weight is lost in dropping, of few rows",
+        "cpu/products/bf16_pairs.py",
+        "k.const(-1, weights.type), k.const(-0x8000, weights.type))",
+        "k.const(-1, weights.type), k.const(0, weights.type))",
+        f"{_DROPPED}hidden",
+    ),
+    Mutation(
+        "the hidden mark of a packed weight is lost in dropping, of many rows",
+        "cpu/products/bf16_pairs.py",
+        "(-0x8000, 0x8000FFFF - (1 << 32))",
+        "(-0x10000, 0xFFFF)",
+        f"{_DROPPED}hidden",
+    ),
+    Mutation(
+        "what is dropped from numbers stays visible where it was hidden",
+        "cpu/products/packing.py",
+        "        zero = weights * 0.0\n",
+        "        zero = k.abs(weights * 0.0)\n",
+        f"{_DROPPED}hidden",
+    ),
+    Mutation(
+        "tiles of codes begin with the first key that a mask shows",
+        "cpu/memory/shape.py",
+        "return element if self.together == 1 else element & -(self.elements * self.together)",
+        "return element",
+        "tests/properties/test_codes_any_chunks.py -k part_of_a_chunk",
     ),
     Mutation(
         "keys of four bits are read from their block's first one on",
