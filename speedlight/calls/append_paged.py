@@ -60,7 +60,8 @@ def append_paged(
         engine: as for attention().
         k_scales, v_scales: of pages of codes, as attention_paged() takes them. For tokens and heads, (pages, page_size,
             kv_heads), they are written: a row's largest magnitude over the largest code. Others are read: a code is
-            x / scale, rounded to nearest, of two to the even one, and -128 to 127 of int8 at most.
+            x / scale, rounded to nearest, of two to the even one, and -128 to 127 of int8 at most. A scale of 0 makes
+            codes of 0.
 
     Returns:
         The new lengths, of k_lengths' kind, for attention_paged() and the next call. Tokens are written past the old

@@ -90,8 +90,8 @@ def attention_paged(
         return_lse, out, engine, value_dim: as for attention().
         k_scales, v_scales: of pages of codes (int8, float8_e4m3fn, float8_e5m2), on the CPU: keys are codes times
             k_scales. A number, or float32 of shape (kv_heads,), (kv_heads, dim) for channels, or (pages, page_size,
-            kv_heads) for tokens and heads; any strides. Each call reads them anew. Where v_pages is None, values have
-            the scales of keys.
+            kv_heads) for tokens and heads; any strides, any finite numbers. Each call reads them anew. Where v_pages is
+            None, values have the scales of keys.
         **options: as for attention(). By default a sequence's last query is at its last key, and packed queries
             ("lhd") are one for each sequence. Rows past q_lengths get out 0 and lse -inf.
 

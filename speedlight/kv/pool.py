@@ -132,9 +132,20 @@ class PagePool:
         return self._journal.count_free()
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one layer: keys and values of all heads, and their scales.
+
+        >>> import speedlight as sl
+        >>> pool = sl.PagePool(layers=3, pages=8, page_size=16, kv_heads=2, head_dim=64, dtype="int8")
+        >>> pool.token_bytes, pool.page_bytes
+        (272, 13056)
+        """
+        return self._storage.token_bytes
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page: the keys and values of all layers, and their scales."""
-        return self.layers * self.page_size * self._storage.token_bytes
+        return self.layers * self.page_size * self.token_bytes
 
     @property
     def used_bytes(self) -> int:

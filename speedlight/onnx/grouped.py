@@ -29,6 +29,7 @@ GROUPED = Library(
     },
 )  # fmt: skip
 _KINDS = ("NONE", "PER_TENSOR", "PER_CHANNEL")
+_CODES = ("int8", "float8_e4m3fn")
 
 
 class GroupQueryAttention(OpRun):
@@ -39,8 +40,9 @@ class GroupQueryAttention(OpRun):
     tokens count. present_key and present_value are copies with the new ones behind those, and as long as past_key or
     total_sequence_length, the longer one. With k_quant_type and v_quant_type PER_TENSOR or PER_CHANNEL they hold codes,
     whose scales are k_scale and v_scale, (1,) or of kv_num_heads · dim entries. New tokens are rounded to the nearest
-    code, and read as codes. In a prompt (length = total_sequence_length) padding is at an item's end; its rows are 0. A
-    query sees local_window_size keys, its own among them.
+    code, and read as codes. A first prompt takes past_key and past_value of 0 tokens, whose dtype is the codes'; of
+    floats it may leave them out. In a prompt (length = total_sequence_length) padding is at an item's end; its rows are
+    0. A query sees local_window_size keys, its own among them.
 
     Raises:
         speedlight.Error: the input or attribute, what was expected and what came. Never a TypeError, which onnx would
@@ -105,10 +107,8 @@ class GroupQueryAttention(OpRun):
         )
         q, k, v = _split_inputs(query, key, value, num_heads, kv_num_heads)
         coded = _check_kinds(k_quant_type, v_quant_type, kv_cache_bit_width)
-        if not coded and past_key is not None and past_key.itemsize == 1:
-            raise ArgumentError(
-                f"k_quant_type: expected PER_TENSOR or PER_CHANNEL beside past_key of {past_key.dtype.name}; got NONE."
-            )
+        for name, past in (("past_key", past_key), ("past_value", past_value)):
+            _check_past(name, past, k, coded=coded)
         lengths = _lengths_of(q, seqlens_k, total_sequence_length, past_key)
         present = [_present(name, x, new, lengths) for name, x, new in _caches(past_key, past_value, k, v)]
         if do_rotary:
@@ -191,6 +191,25 @@ def _check_kinds(k_kind: str, v_kind: str, bits: int) -> bool:
             way = " Of codes write k_quant_type and v_quant_type, too."
         raise ArgumentError(f"kv_cache_bit_width: expected {8 if coded else 0} beside {k_kind}; got {bits}.{way}")
     return coded
+
+
+def _check_past(name: str, past: np.ndarray | None, k: np.ndarray, *, coded: bool) -> None:
+    """Raises unless a past is of codes where the attributes say so, and of floats elsewhere."""
+    wanted = f"{' or '.join(_CODES)} beside k_quant_type"
+    if not coded:
+        if past is not None and past.itemsize == 1:
+            kind = "k_quant_type" if name == "past_key" else "v_quant_type"
+            raise ArgumentError(
+                f"{kind}: expected PER_TENSOR or PER_CHANNEL beside {name} of {past.dtype.name}; got NONE."
+            )
+    elif past is None:
+        empty = (k.shape[0], k.shape[1], 0, k.shape[3])
+        raise ArgumentError(
+            f"{name}: expected {wanted}, since only its dtype says what the present one is; got None. In a first "
+            f"prompt give one without tokens: numpy.zeros({empty}, 'int8')."
+        )
+    elif past.dtype.name not in _CODES:
+        raise ArgumentError(f"{name}: expected {wanted}, which the operator has; got {past.dtype.name}.")
 
 
 def _lengths_of(q: np.ndarray, seqlens_k: Any, total: Any, past_key: np.ndarray | None) -> _Lengths:

@@ -46,8 +46,8 @@ def _as_array(name: str, x: Any) -> Any:
     if not isinstance(x, numbers.Real):
         return x
     value = number(name, x, "a number or an array of float32")
-    if not 0 <= value <= _MOST:  # NaN is not, either
-        raise ArgumentError(f"{name}: expected a finite number of float32, 0 or more; got {value}.")
+    if not abs(value) <= _MOST:  # NaN is not, either
+        raise ArgumentError(f"{name}: expected a finite number of float32; got {value}.")
     return np.array(value, np.float32)
 
 

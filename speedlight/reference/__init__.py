@@ -399,7 +399,7 @@ def quantise(x: Any, dtype: Any, *, block: Any = None, scales: Any = None) -> tu
         dtype: "int8", "float8_e4m3fn" or "int4", as KVCache takes it; "float8_e5m2", as pages of append_paged() may be.
         block: elements that share a scale. Default a whole row, of int4 32. A cache of latents has 128.
         scales: given ones, which broadcast to x. Quotients beyond the codes, which are -128 to 127 of int8, become the
-            nearest one. NaN is NaN in float8, 0 in int8. By a scale that is not above 0 all is 0.
+            nearest one. NaN is NaN in float8, 0 in int8. By a scale of 0 or NaN all is 0.
 
     Returns:
         codes (…, dim) and scales (…, blocks), or those that are given, both as float32. The numbers are
@@ -444,7 +444,7 @@ def _codes_by(rows: np.ndarray, scales: np.ndarray, row: CodeFormat) -> np.ndarr
     last = np.float32(row.largest)
     is_whole = row.library == "numpy"  # as -128, but not NaN
     with np.errstate(all="ignore"):
-        ratios = np.where(scales > 0, np.clip(rows / scales, -last - is_whole, last), np.float32(0))
+        ratios = np.where(np.abs(scales) > 0, np.clip(rows / scales, -last - is_whole, last), np.float32(0))
         return _rounded(np.where(np.isnan(ratios), np.float32(0), ratios) if is_whole else ratios, row)
 
 

@@ -3,6 +3,7 @@
 from .mutation import Mutation
 
 _ORDER = "tests/properties/test_bits_of_codes.py -k "
+_DROPPED = "tests/conformance/caches/test_caches_codes.py -k dropped_and_"
 _CHUNKS = "tests/properties/test_codes_any_chunks.py -k "
 
 MUTATIONS = (
@@ -12,6 +13,55 @@ MUTATIONS = (
         "[rescale_weights(k, s, k.load(s.vector, row, key * 4), x) for",
         "[k.load(s.vector, row, key * 4) * x for",
         "tests/conformance/pages/test_pages_of_codes.py -k hidden_codes",
+    ),
+    Mutation(
+        "values in arrays lose the sign of their scales",
+        "cpu/kernels/softmax.py",
+        "        scaled = scaled + 0.0",
+        "        scaled = k.abs(scaled)",
+        "tests/conformance/pages/test_pages_of_codes.py -k either_sign",
+    ),
+    Mutation(
+        "weights that negative scales make -0 are hidden",
+        "cpu/kernels/softmax.py",
+        "        scaled = scaled + 0.0",
+        "        scaled = scaled * 1.0",
+        "tests/conformance/pages/test_pages_of_codes.py -k either_sign",
+    ),
+    Mutation(
+        "few rows take weights of negative scales in arrays for hidden ones",
+        "cpu/products/fma.py",
+        "(bits.differs(HIDDEN) if self.s.has_signed_scales else bits > -1), None",
+        "(bits.differs(HIDDEN) if self.s.scale_block else bits > -1), None",
+        "tests/conformance/pages/test_pages_of_codes.py -k either_sign",
+    ),
+    Mutation(
+        "many rows take weights of negative scales in arrays for hidden ones",
+        "cpu/products/fma.py",
+        "return bits.differs(HIDDEN) if self.s.has_signed_scales else bits > -1\n",
+        "return bits.differs(HIDDEN) if self.s.scale_block else bits > -1\n",
+        "tests/conformance/pages/test_pages_of_codes.py -k either_sign",
+    ),
+    Mutation(
+        "what is dropped is hidden if its scale is negative",
+        "cpu/products/packing.py",
+        "return k.select(is_hidden, zero, k.abs(zero))",
+        "return zero",
+        "tests/conformance/pages/test_pages_of_codes.py -k either_sign",
+    ),
+    Mutation(
+        "a negative scale that is given makes float8 codes of the other sign",
+        "cpu/memory/formats.py",
+        "(x.bits(integer) ^ sign).bits(x.type), size)",
+        "x, size)",
+        "tests/conformance/pages/test_appending_codes.py -k either_sign",
+    ),
+    Mutation(
+        "a negative scale that is given makes int8 codes of 0",
+        "cpu/memory/formats.py",
+        "        live = k.abs(scale) > 0.0\n        ratio = x / ",
+        "        live = scale > 0.0\n        ratio = x / ",
+        "tests/conformance/pages/test_appending_codes.py -k either_sign",
     ),
     Mutation(
         "autograd is not told that scales of tokens are written",
@@ -100,16 +150,44 @@ MUTATIONS = (
     Mutation(
         "few rows take weights of negative scales for hidden ones",
         "cpu/products/bf16_pairs.py",
-        "x.differs(-(1 << 31)) if self.s.scale_block else x > -1",
-        "x.differs(-(1 << 31)) if self.s.scale_block > 32 else x > -1",
+        "x.differs(HIDDEN) if self.s.has_signed_scales else x > -1",
+        "x.differs(HIDDEN) if self.s.scale_block > 32 else x > -1",
         f"{_CHUNKS}'int4 and bfloat16'",
     ),
     Mutation(
         "many rows take weights of negative scales for hidden ones",
         "cpu/products/bf16_pairs.py",
-        "if self.s.scale_block:  # weights",
-        "if self.s.scale_block > 32:  # weights",
+        "        if self.s.has_signed_scales:\n            return Value(",
+        "        if self.s.scale_block > 32:\n            return Value(",
         f"{_CHUNKS}'int4 and bfloat16'",
+    ),
+    Mutation(
+        "the hidden mark of a packed weight is lost in dropping, of few rows",
+        "cpu/products/bf16_pairs.py",
+        "k.const(-1, weights.type), k.const(-0x8000, weights.type))",
+        "k.const(-1, weights.type), k.const(0, weights.type))",
+        f"{_DROPPED}hidden",
+    ),
+    Mutation(
+        "the hidden mark of a packed weight is lost in dropping, of many rows",
+        "cpu/products/bf16_pairs.py",
+        "(-0x8000, 0x8000FFFF - (1 << 32))",
+        "(-0x10000, 0xFFFF)",
+        f"{_DROPPED}hidden",
+    ),
+    Mutation(
+        "what is dropped from numbers stays visible where it was hidden",
+        "cpu/products/packing.py",
+        "        zero = weights * 0.0\n",
+        "        zero = k.abs(weights * 0.0)\n",
+        f"{_DROPPED}hidden",
+    ),
+    Mutation(
+        "tiles of codes begin with the first key that a mask shows",
+        "cpu/memory/shape.py",
+        "return element if self.together == 1 else element & -(self.elements * self.together)",
+        "return element",
+        "tests/properties/test_codes_any_chunks.py -k part_of_a_chunk",
     ),
     Mutation(
         "keys of four bits are read from their block's first one on",

@@ -118,7 +118,7 @@ MUTATIONS = (
     Mutation(
         "decoding touches values of scores of -inf",
         "cpu/products/fma.py",
-        "(bits.differs(_HIDDEN) if self.s.scale_block else bits > -1), None",
+        "(bits.differs(HIDDEN) if self.s.has_signed_scales else bits > -1), None",
         "bits.differs(1), None",
         "tests/conformance/caches/test_caches.py -k 'minus_infinity or decode_kernel'",
     ),

@@ -212,3 +212,22 @@ def test_bits_of_one_call(kind, dtype, monkeypatch):
         rng = np.random.default_rng([seed, *kind.encode()])
         options = OPTIONS[(CASES.index((kind, dtype)) + (seed if FULL else 0)) % len(OPTIONS)]
         compare(drawn(rng, kind, dtype, options), seed, kind, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("seen", [21, 50, 133])
+def test_a_mask_shows_part_of_a_chunk(kind, seen, monkeypatch):
+    """Tiles sum chunks of 32 keys from an even number of blocks on, wherever the first key is that a mask shows."""
+    rng = np.random.default_rng(seen)
+    item = [rng.standard_normal((heads, 290, 32)) for heads in (4, 2, 2)]
+    item[2] *= 2.0 ** rng.integers(-9, 3, (2, 290, 1))  # sums are rounded
+    item = [x.astype(numpy_dtype("bfloat16")) for x in item]
+    p = Coded(CODE_FORMATS[kind][0], False, (32, 32), (2, 2), [item], 0, {"mask": sl.window(seen, 0)})
+    for unit in units_of(kind, "bfloat16"):
+        monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
+        whole = attended(p, p.cache(), [0], [290])
+        for step in (1, 16, 40):
+            cache, found = p.cache(), []
+            for at in range(0, 290, step):
+                found += attended(p, cache, [at], [min(step, 290 - at)])
+            assert behind([joined(found)], 0) == behind(whole, 0), f"steps of {step} on {unit.name}"

@@ -109,9 +109,14 @@ def capped(k: Function, s: Shape, x: Value, most: Value) -> Value:
 def rescale_weights(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
     """Returns what a code is multiplied by: weight · scale. The -0 of a hidden key stays, whatever its scale is.
 
-    Other weights have no sign, NaN too, unless scales of blocks of columns have one.
+    A scale of a cache's row has no sign, so the product gets none, NaN too. A scale in an array may have one, and a
+    code there may be NaN: such a product that is -0 becomes +0, which is visible.
     """
-    scaled = weight * scale if s.scale_block else k.abs(weight * scale)
+    scaled = weight * scale
+    if s.lists_scales:
+        scaled = scaled + 0.0
+    elif not s.has_signed_scales:
+        scaled = k.abs(scaled)
     return k.select(weight.bits(s.ivector) < 0, weight, scaled)
 
 

@@ -103,8 +103,8 @@ class Int8(_Bytes):
         return k.trunc(k.select(live, number, k.const(0, number.type)), like(x, I8))
 
     def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
-        """Codes of x by a scale that was given, whatever x is: from -128; 0 of NaN, and by a scale not above 0."""
-        live = scale > 0.0
+        """Returns codes of x by a given scale of either sign: from -128 on; 0 of NaN, and by a scale of 0 or NaN."""
+        live = k.abs(scale) > 0.0
         ratio = x / k.select(live, scale, k.const(1.0, x.type))
         zero = k.const(0.0, x.type)
         whole = k.unary("rint", k.select((ratio.differs(ratio) ^ 1) & live, ratio, zero))
@@ -127,9 +127,11 @@ class _Floats(_Bytes):
         return k.select(live, code, k.const(0, code.type))
 
     def narrow_given(self, k: Function, x: Value, scale: Value) -> Value:
-        """Codes of x by a scale that was given, whatever x is: NaN of NaN, 0 by a scale not above 0."""
-        code = self.narrow(k, x, scale)
-        return k.select(x.differs(x) & (scale > 0.0), k.const(0x7F, code.type), code)
+        """Returns codes of x by a given scale of either sign: NaN of NaN, 0 by a scale of 0 or NaN."""
+        size, integer = k.abs(scale), like(x, I32)
+        sign = scale.bits(integer) & k.const(-(1 << 31), integer)
+        code = self.narrow(k, (x.bits(integer) ^ sign).bits(x.type), size)
+        return k.select(x.differs(x) & (size > 0.0), k.const(0x7F, code.type), code)
 
     def rounded(self, k: Function, size: Value, signed: Value) -> Value:
         """Returns a magnitude (f32, up to the largest) as a code, to nearest even, with the sign of another number.

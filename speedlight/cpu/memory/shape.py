@@ -218,6 +218,11 @@ class Shape:
         """Has codes in arrays, whose scales lie in others."""
         return self.format.is_coded and not self.cached
 
+    @property
+    def has_signed_scales(self) -> bool:
+        """Has scales of codes that may be negative: only a weight of exactly -0 is that of a hidden key."""
+        return self.scale_block > 0 or self.lists_scales
+
     def count_scales(self, columns: Any) -> Any:
         """Counts the scales of so many columns of codes."""
         size = self.scale_block

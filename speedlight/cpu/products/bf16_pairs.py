@@ -18,7 +18,7 @@ from ..language.vector import BF16, I16, I32, Function, Module, Value, vec
 from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .outer import OuterProduct
-from .packing import CacheValues, KeyRun, each_unit, pair_rows, stage_lanes, stage_rows
+from .packing import HIDDEN, CacheValues, KeyRun, each_unit, pair_rows, stage_lanes, stage_rows
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative)
 _EXP2 = 0.69328331395880648, 0.24221155408455297, 0.055005948223862378
@@ -114,7 +114,7 @@ class PairUnits(CacheValues):
     def seen_lanes(self, k: Function, weight: Value) -> Value:
         """Returns the bits of the halves that lanes see."""
         halves = weight.bits(self.halves)
-        if self.s.scale_block:  # weights times scales of any sign
+        if self.s.has_signed_scales:
             return Value(k, k.b.sext(halves.differs(-0x8000).x, self.halves)).bits(self.s.ivector)
         return Value(k, k.b.not_(k.b.ashr(halves.x, k.const(15, halves.type).x))).bits(self.s.ivector)
 
@@ -127,7 +127,7 @@ class PairUnits(CacheValues):
 
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
         marks = weight << 16, weight & _HALVES[1]
-        seen = [x.differs(-(1 << 31)) if self.s.scale_block else x > -1 for x in marks]
+        seen = [x.differs(HIDDEN) if self.s.has_signed_scales else x > -1 for x in marks]
         low, high = (k.select(x, k.const(m, I32), k.const(0, I32)) for x, m in zip(seen, _HALVES, strict=True))
         return (low | high).differs(0), low | high
 

@@ -16,6 +16,7 @@ from ..memory.records import BLOCK
 from ..memory.shape import Shape
 from .outer import OuterProduct
 from .packing import (
+    HIDDEN,
     KeyRun,
     NumberWeights,
     each_unit,
@@ -36,8 +37,6 @@ _EXP2_F64 = (
     0.0013333558146774620302, 0.00015403530457129508295, 0.000015252733493173796849, 1.3215435272716792343e-6,
     1.0178199533695840947e-7, 7.073785041023905453e-9, 4.4347798013903755776e-10,
 )  # fmt: skip
-
-_HIDDEN = -(1 << 31)  # the bits of -0: weights times scales of any sign are hidden where they are just that
 
 
 class Fma(NumberWeights, OuterProduct):
@@ -169,7 +168,7 @@ class Fma(NumberWeights, OuterProduct):
 
     def seen_lanes(self, k: Function, weight: Value) -> Value:
         bits = weight.bits(self.s.ivector)
-        return bits.differs(_HIDDEN) if self.s.scale_block else bits > -1
+        return bits.differs(HIDDEN) if self.s.has_signed_scales else bits > -1
 
     def seen_units(self, k: Function, marks: list[Value]) -> Value:
         return marks[0].bits(like(marks[0], self.s.integer)) > -1
@@ -183,7 +182,7 @@ class Fma(NumberWeights, OuterProduct):
 
     def seen_bits(self, k: Function, weight: Value) -> tuple[Value, Value | None]:
         bits = weight.bits(self.s.integer)
-        return (bits.differs(_HIDDEN) if self.s.scale_block else bits > -1), None
+        return (bits.differs(HIDDEN) if self.s.has_signed_scales else bits > -1), None
 
     def whole_keys(self, k: Function, full: Value, end: Value, count: Value) -> Value:
         return full

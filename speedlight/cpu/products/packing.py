@@ -88,6 +88,10 @@ class CacheValues(ABC):
         raise NotImplementedError
 
 
+# the bits of -0: where scales of codes may be negative, just this hides a key
+HIDDEN = -(1 << 31)
+
+
 class NumberWeights:
     """Weights as numbers, a unit each: of products of numbers, and of codes until scales have multiplied them."""
 
@@ -107,10 +111,19 @@ class NumberWeights:
         return total + unit
 
     def drop_weights(self, k: Function, unit: Value, keep: list[Value]) -> Value:
-        return k.select(keep[0], unit, unit * 0.0)
+        return k.select(keep[0], unit, self._dropped(k, unit))
 
     def drop_row(self, k: Function, weights: Value, keep: Value) -> Value:
-        return k.select(keep, weights, weights * 0.0)
+        return k.select(keep, weights, self._dropped(k, weights))
+
+    def _dropped(self, k: Function, weights: Value) -> Value:
+        """Returns +0 for weights, NaN for NaN, and -0 for that of a hidden key."""
+        zero = weights * 0.0
+        if not self.s.lists_scales:
+            return zero
+        # scales, which may be negative, have multiplied these weights
+        is_hidden = weights.bits(self.s.ivector).equals(HIDDEN)
+        return k.select(is_hidden, zero, k.abs(zero))
 
 
 class CodeLoader(UnitLoader, Protocol):

@@ -114,6 +114,41 @@ def test_prompts(rng, kind, size, packed):
     assert np.allclose(y, formula(by_heads(query, heads), k, v, [length] * len(query)), atol=0.02, rtol=0.1)
 
 
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn", "float32"])
+def test_a_first_prompt_has_a_past_without_tokens(rng, codes):
+    """Its dtype is that of the presents, which are as long as the prompt. Items have the tokens that they say.
+
+    Another past, with room, has the same codes and the same result. Scales of either sign store the same numbers.
+    """
+    query, key, value = drawn(rng, 2, 5, 4, 2, 16)
+    lies = {"seqlens_k": np.int32([4, 2]), "total_sequence_length": np.int32([5])}
+    attributes, scales = {"num_heads": 4, "kv_num_heads": 2}, {}
+    if codes != "float32":
+        attributes = quantised("PER_CHANNEL", 4, 2)
+        scales = {n: rng.uniform(0.004, 0.006, 2 * 16).astype(np.float32) for n in ("k_scale", "v_scale")}
+
+    def prompt(room: int, scales: dict[str, np.ndarray]) -> list[np.ndarray]:
+        past = dict.fromkeys(("past_key", "past_value"), np.zeros((2, 2, room, 16), numpy_dtype(codes)))
+        return run(attributes, query=query, key=key, value=value, **past, **lies, **scales)
+
+    y, *present = prompt(0, scales)
+    assert all(x.shape == (2, 2, 5, 16) and x.dtype == codes for x in present)
+    factors = [scales[n].reshape(1, 2, 1, 16) if scales else 1.0 for n in ("k_scale", "v_scale")]
+    numbers = [x.astype(np.float32) * f for x, f in zip(present, factors, strict=True)]
+    assert np.allclose(y, formula(by_heads(query, 4), *numbers, [5, 3]), atol=1e-6) and not y[1, 3:].any()
+    for x, rows in zip(numbers, (key, value), strict=True):
+        assert np.allclose(x[0], by_heads(rows, 2)[0], atol=0.035) and not x[1, :, 3:].any()
+    same, *longer = prompt(7, scales)
+    assert same.tobytes() == y.tobytes()
+    assert all((a[:, :, :5] == b).all() for a, b in zip(longer, present, strict=True))
+    turned, *others = prompt(0, {name: -x for name, x in scales.items()})
+    sign = -1 if scales else 1
+    assert np.array_equal(turned, y)
+    clipped = [np.abs(x.astype(np.float32)) < 127 for x in present]
+    for a, b, inside in zip(others, present, clipped, strict=True):
+        assert (sign * a.astype(np.float32) == b.astype(np.float32))[inside].all()
+
+
 @pytest.mark.parametrize("kind", ["PER_TENSOR", "PER_CHANNEL"])
 @pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)])
 def test_biases_are_broadcast(rng, kind, shape):
@@ -238,6 +273,8 @@ def test_rotary_positions_follow_the_past(rng, interleaved):
 CODES = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
 SCALES = {"k_scale": np.float32([0.5]), "v_scale": np.float32([0.5])}
 CODED = dict.fromkeys(("past_key", "past_value"), np.zeros((1, 1, 4, 8), np.int8))
+E5M2 = dict.fromkeys(("past_key", "past_value"), np.zeros((1, 1, 4, 8), numpy_dtype("float8_e5m2")))
+NO_PAST = dict.fromkeys(CODED)
 FLOATS = {"past_key": np.zeros((1, 1, 4, 8), np.float32), "past_value": np.zeros((1, 1, 4, 8), np.float32)}
 WRONG = [
     (CODES | {"kv_cache_bit_width": 4}, {}, "Codes of four bits"),
@@ -247,7 +284,12 @@ WRONG = [
     ({}, CODED, "k_quant_type: expected PER_TENSOR or PER_CHANNEL beside past_key of int8; got NONE"),
     (CODES, {"k_scale": None}, "k_scale: expected 1 of float32 beside PER_TENSOR; got None"),
     (CODES | {"v_quant_type": "PER_CHANNEL"}, {}, "v_scale: expected 8 of float32 beside PER_CHANNEL; got"),
-    (CODES, FLOATS, "k_scale: expected None beside past_key of float32, since only codes"),
+    (CODES, FLOATS, "past_key: expected int8 or float8_e4m3fn beside k_quant_type, .* got float32"),
+    (CODES, E5M2, "past_key: expected int8 or float8_e4m3fn beside k_quant_type, .* got float8_e5m2"),
+    (CODES, {"past_value": E5M2["past_value"]}, "past_value: expected int8 or float8_e4m3fn .* got float8_e5m2"),
+    (CODES, NO_PAST, r"past_key: expected int8 or .* first prompt .*: numpy\.zeros\(\(1, 1, 0, 8\), 'int8'\)"),
+    (CODES, {"past_value": None}, "past_value: expected int8 or float8_e4m3fn beside k_quant_type, since"),
+    ({}, {"past_value": CODED["past_value"]}, "v_quant_type: expected PER_TENSOR or .* past_value of int8"),
     (CODES, {"k_scale": np.ones(1)}, "k_scale: expected float32; got float64"),
     ({}, {"key": None}, "value: expected key and value together"),
     ({}, {"past_value": None}, "past_value: expected past_key and past_value together"),

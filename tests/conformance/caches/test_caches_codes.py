@@ -61,6 +61,62 @@ def test_a_task_of_any_number_of_heads(isa, one_width, rng, codes, dtype, heads,
     assert_within(lse, want_lse, bounds.lse)
 
 
+@pytest.mark.units("codes")
+@pytest.mark.each("codes", "dtype")
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dropout_drops_the_weights_of_the_reference(isa, one_width, rng, codes, dtype):
+    """Values of ones, a column for each key, are exact as codes and show every weight: the same ones are 0. Values of
+    any numbers are inside the bound. Of few rows and of many.
+    """
+    n, ones = 96, np.eye(96, dtype=np.float32)[None, None].repeat(2, 1)
+    q, k, v = qkv(rng, dtype, 1, 4, 2, n, n, 33, 40)
+    for values, dv in ((ones.astype(v.dtype), n), (v, 40)):
+        cache = made(codes, 33, dv)
+        cache.append(0, k, values)
+        stored = cache.keys(0), cache.values(0)
+        exact = [x.astype(np.float64) for x in stored]
+        for rows, dropout, seed in ((1, 0.5, 11), (70, 0.3, 2**63 + 5)):
+            last, options = q[:, :, -rows:], {"dropout": dropout, "seed": seed}
+            got = cache.attend(0, last, q_lengths=[rows], return_lse=True, **options)
+            want = sl.reference.attention(last.astype(np.float64), *exact, return_lse=True, **options)
+            bounds = bounds_of_codes(last, *stored, codes, **options)
+            assert_within(got[0], want[0], bounds.out)
+            assert_within(got[1], want[1], bounds.lse)
+            if dv == n:
+                assert ((stored[1] == 1) == (ones == 1)).all() and np.count_nonzero(stored[1]) == 2 * n
+                weights = sl.reference.weights(last.astype(np.float64), exact[0], **options)
+                kept = weights > 1e-6  # below them a weight may round to 0
+                assert (got[0][weights == 0] == 0).all() and (got[0][kept] != 0).all()
+                assert 0.8 * dropout < (weights[:, :, :, :20] == 0).mean() < 1.2 * dropout or rows == 1
+
+
+@pytest.mark.units("codes")
+@pytest.mark.parametrize(
+    ("codes", "dtype"), [*((x, y) for x in CODES for y in ("float32", "bfloat16")), ("bfloat16", "bfloat16")]
+)
+def test_keys_that_are_dropped_and_hidden_do_not_matter(isa, one_width, rng, codes, dtype):
+    """NaN and huge numbers that a mask hides change no bit, whether dropout drops them or not; of few rows and many.
+
+    NaN as a value of bfloat16 shows any mark that is lost: the codes of a token that is NaN are 0.
+    """
+    n, is_seen = 150, rng.random(150) < 0.5
+    seen = sl.table(is_seen)
+    q, k, v = qkv(rng, dtype, 1, 4, 2, n, n, 33, 40)
+    found: list[list[bytes]] = []
+    for values in (None, (np.nan, 3e4), (np.inf, np.nan)):
+        new = [x.copy() for x in (k, v)]
+        for x, value in zip(new, values or (), strict=False):
+            x[:, :, ~is_seen] = value
+        cache = made(codes, 33, 40)
+        cache.append(0, *new)
+        options = {"mask": lambda b, h, i, j: seen[j], "dropout": 0.5, "seed": 3}
+        outs = [cache.attend(0, q[:, :, -rows:], q_lengths=[rows], **options) for rows in (1, 3, 70)]
+        assert all(np.isfinite(x.astype(np.float32)).all() and x.any() for x in outs)
+        found.append([x.tobytes() for x in outs])
+    assert found[0] == found[1] == found[2]
+
+
 def test_the_table_is_of_every_format():
     """Each row has its class, and no names, or tensors on a GPU, are those of two."""
     assert set(formats.FORMATS) == {*dtypes.STORAGE_BYTES, *CODES}

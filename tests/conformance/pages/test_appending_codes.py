@@ -74,6 +74,29 @@ def test_codes_are_the_references(isa, rng, codes, kinds, dtype, layout):
             assert pages.tobytes() == old.tobytes() and np.array_equal(given, old_scales, equal_nan=True)
 
 
+@pytest.mark.parametrize("codes", FORMATS)
+@pytest.mark.parametrize("kind", ["number", "tensor", "heads", "channels"])
+def test_scales_that_are_given_have_either_sign(rng, codes, kind):
+    """A number is a code times any finite scale but 0: codes of a negative one have the other sign. NaN makes 0."""
+    pages = np.zeros((2, 4, 16, 3, 48), numpy_dtype(codes))
+    scales = [scales_of(rng, kind, pages[0].shape, -0.02) for _ in range(2)]
+    if np.ndim(scales[0]):
+        scales[0].flat[:2], scales[1].flat[0] = (0.0, np.nan), -0.0
+        scales[0].flat[2] *= -1
+    new = rng.standard_normal((2, 1, 3, 40, 48)).astype(np.float32)
+    new[:, 0, :, 0, :6] = AWKWARD
+    sl.append_paged(*pages, [[2, 0, 3]], [0], *new, k_scales=scales[0], v_scales=scales[1])
+    for x, found, given in zip(new, pages, scales, strict=True):
+        stored = found[[2, 0, 3]].reshape(48, 3, 48)[:40].astype(np.float32)
+        for i in range(40):
+            assert np.array_equal(stored[i], wanted(x[0, :, i], given, codes)[0], equal_nan=True)
+        factors = np.broadcast_to(np.asarray(given, np.float32)[..., None] if kind == "heads" else given, (3, 48))
+        limits = 127 if codes == "int8" else 448
+        inside = np.isfinite(x[0]) & (np.abs(x[0]) <= 0.9 * limits * np.abs(factors)[:, None])
+        error = np.abs(stored.swapaxes(0, 1) * factors[:, None] - x[0])
+        assert inside.any() and (error <= 0.03 + np.abs(x[0]) / 8)[inside & (factors != 0)[:, None]].all()
+
+
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
 def test_found_scales_are_a_caches(rng, codes):
     """Tokens that are stored with a scale for each token and head are, to the bit, those of a cache of codes."""

@@ -55,6 +55,53 @@ def test_every_kind_of_scales(isa, one_width, rng, codes, kinds, dtype):
 
 
 @pytest.mark.units("codes")
+@pytest.mark.each("codes", "kind")
+@pytest.mark.parametrize("codes", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_either_sign(isa, one_width, rng, codes, kind):
+    """Scales and codes of the other sign are the same numbers, and have the same bits: hidden, dropped, NaN, and
+    where a weight times its scale is too small for float32.
+    """
+    coded = made(rng, codes, (kind, kind), [150], dims=(33, 40))
+    for x in (coded.k, coded.v):
+        x[x == -128] = -127
+    if kind == "tokens":
+        coded.v_scales[coded.table[0, 4]] = 2e-45
+    signs = [
+        np.where(rng.random(np.shape(x)) < 0.7, -1.0, 1.0).astype(np.float32) if np.ndim(x) else np.float32(-1)
+        for x in coded[2:4]
+    ]
+    seen = sl.table((rng.random(150) < 0.5) | (np.arange(150) == 67))
+    masked: dict[str, Any] = {"mask": lambda b, h, i, j: seen[j]}
+    calls = [*CALLS, (1, masked)]
+    calls += [(n, {"dropout": 0.7, "seed": 3} | more) for n in (1, 40) for more in ({}, masked)]
+    for has_nan in (False, True) if codes != "int8" else (False,):
+        if has_nan:
+            coded.v[coded.table[0, [2, 4]], 3, 1, [7, 9]] = np.nan
+        turned = _negated(coded, signs)
+        for n, options in calls:
+            q = 3.0 * rng.standard_normal((1, 4, n, 33)).astype(np.float32)
+            got, want = (x.attended(q, sl.attention_paged, return_lse=True, **options) for x in (turned, coded))
+            for x, y in zip(got, want, strict=True):
+                assert np.array_equal(x, y, equal_nan=True), (n, options)
+            if has_nan:
+                assert np.isnan(got[0][0, 2:, -1, 7]).all() or "mask" in options or "window" in options
+            else:
+                check(turned, q, **options)
+
+
+def _negated(coded: Coded, signs: list[Any]) -> Coded:
+    """Returns the same numbers: codes and scales times signs, which are 1 and -1."""
+    changed = {}
+    for pages, scales, sign in zip(("k", "v"), ("k_scales", "v_scales"), signs, strict=True):
+        given = getattr(coded, scales)
+        changed[scales] = float(given * sign) if isinstance(given, float) else np.asarray(given * sign)
+        each = sign[..., None] if np.ndim(given) in (1, 3) else sign
+        changed[pages] = (getattr(coded, pages).astype(np.float32) * each).astype(coded.k.dtype)
+    return coded._replace(**changed)
+
+
+@pytest.mark.units("codes")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
 def test_codes_of_a_cache_have_its_bits(isa, one_width, rng, codes, dtype):
