@@ -127,7 +127,9 @@ def dilated(k: int) -> Expression:
 
 
 def blocks(table: Any, size: Any) -> Expression:
-    """Mask that shows blocks of queries and keys: table[b, h, i // q_size, j // k_size]. Hidden blocks cost nothing.
+    """Mask that shows blocks of queries and keys: table[b, h, i // q_size, j // k_size].
+
+    Hidden blocks cost nothing: tiles of 128 keys are skipped, or cut to parts of 16.
 
     Args:
         table: bool, (rows, columns), (q_heads, rows, columns), or (batch, q_heads, rows, columns), of blocks. Heads

@@ -16,6 +16,7 @@ from ..torch.block_lists import make_dense, read_entries
 
 __all__ = ["BlockSparseTensorsTorch"]
 
+_OFFSETS = ("cu_total_m_blocks", "cu_block_idx_offsets")
 _FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size")
 
 
@@ -34,7 +35,8 @@ class BlockSparseTensorsTorch(NamedTuple):
     >>> from speedlight.flash_attn.v4 import BlockSparseTensorsTorch, flash_attn_func
     >>> q = torch.ones(1, 256, 8, 16)
     >>> diagonal = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[0], [1]]]], dtype=torch.int32)
-    >>> flash_attn_func(q, q, q, block_sparse_tensors=BlockSparseTensorsTorch(*diagonal, block_size=(128, 128)))[0].shape
+    >>> blocks = BlockSparseTensorsTorch(*diagonal, block_size=(128, 128))
+    >>> flash_attn_func(q, q, q, block_sparse_tensors=blocks)[0].shape
     torch.Size([1, 256, 8, 16])
     """
 
@@ -93,14 +95,18 @@ def read_mask(given: Any, mask: Expression | None, lengths: Lengths, position: N
     return (whole | (listed & mask)) if found.whole.any() else listed & mask
 
 
-def _read_lists(name: str, x: Any, lengths: Lengths) -> Blocks:
-    """Returns what lists of blocks say. Raises unless they are whole and fit the call."""
+def _read_lists(name: str, x: Any, lengths: Lengths, *, by_columns: bool = False) -> Blocks:
+    """Returns the blocks of lists. Raises unless these fit the call.
+
+    by_columns: lists are of columns of blocks. So are `lengths`, and the size that is returned.
+    """
     missing = [field for field in _FIELDS if not hasattr(x, field)]
     if missing:
         raise ArgumentTypeError(
             f"{name}: expected a BlockSparseTensorsTorch; got {shown(x)}. speedlight.flash_attn.v4 has that class."
         )
     size = _read_size(name, x.block_size)
+    size = size[::-1] if by_columns else size
     totals, offsets = (_read_ints(f"{name}.{n}", getattr(x, n, None), 1) for n in _OFFSETS)
     if totals is None and lengths.is_packed:
         raise ArgumentError(
@@ -131,9 +137,6 @@ def _read_lists(name: str, x: Any, lengths: Lengths) -> Blocks:
             "and full blocks."
         )
     return Blocks(partial | whole, whole, size)
-
-
-_OFFSETS = ("cu_total_m_blocks", "cu_block_idx_offsets")
 
 
 def _read_size(name: str, size: Any) -> tuple[int, int]:
@@ -172,7 +175,7 @@ def _list_padded(
         if x.shape[0] not in (1, batch) or x.shape[1] not in (1, lengths.heads) or x.shape[2] != rows:
             raise ArgumentError(
                 f"{name}: expected shape ({batch} or 1, {lengths.heads} or 1, {rows}"
-                f"{', …' if x.ndim == 4 else ''}), rows of {size[0]} of {lengths.q_len} queries; got {x.shape}."
+                f"{', …' if x.ndim == 4 else ''}), in blocks of {size[0]} of {lengths.q_len} positions; got {x.shape}."
             )
     shape = np.broadcast_shapes(counts.shape, numbers.shape[:3])
     counts, numbers = np.broadcast_to(counts, shape), np.broadcast_to(numbers, (*shape, numbers.shape[3]))
@@ -191,17 +194,16 @@ def _list_packed(
     prefix = names[0].rpartition(".")[0]
     rows, columns = ([-(-n // step) for n in x] for step, x in zip(size, lengths[3:5], strict=True))
     totals = [0, *np.cumsum(rows).tolist()]
-    begins = [0, *np.cumsum(np.multiply(rows, columns)).tolist()]
-    given, of_numbers = offsets
+    given, starts = offsets
     if given.tolist() != totals:
         raise ArgumentError(
             f"{prefix}.cu_total_m_blocks: expected {shown(totals)}, in blocks of {size[0]} queries; got "
             f"{shown(given.tolist())}."
         )
-    if of_numbers is None:
-        begins = [at * n for at, n in zip(totals, [*columns, 0], strict=True)]
-    else:
-        begins = of_numbers.tolist()
+    of_rows = [at * n for at, n in zip(totals[:-1], columns, strict=True)]
+    begins = of_rows if starts is None else starts.tolist()
+    if len(begins) < len(rows):
+        raise ArgumentError(f"{prefix}.cu_block_idx_offsets: expected {len(rows) + 1} offsets; got {len(begins)}.")
     heads = max(counts.shape[0], numbers.shape[0])
     for name, x in zip(names, (counts, numbers), strict=True):
         if x.shape[0] not in (1, lengths.heads):
@@ -238,17 +240,12 @@ def _make_blocks(names: tuple[str, str], counts: np.ndarray, numbers: np.ndarray
 
 
 def _check_backward(forward: Blocks, given: Any, mask: Expression | None, lengths: Lengths) -> None:
-    """Raises where the backward pass's lists hide what the forward pass shows whole, or the other way round.
-
-    They list rows of blocks for each column, perhaps of other sizes. Gradients are those of the forward pass.
-    """
+    """Raises where one pass's lists show a block whole that the other's hide. Sizes of blocks may differ."""
     name = "block_sparse_tensors_bwd"
     turned = lengths._replace(
         q_len=lengths.k_len, k_len=lengths.q_len, q_lens=lengths.k_lens, k_lens=lengths.q_lens, is_packed=False
     )
-    if getattr(given, "block_size", None) is not None and len(given.block_size) == 2:
-        given = given._replace(block_size=given.block_size[::-1])
-    found = _read_lists(name, given, turned)
+    found = _read_lists(name, given, turned, by_columns=True)
     backward = Blocks(*(x.swapaxes(2, 3) for x in found[:2]), found.size[::-1])
     if mask is None:
         backward = backward._replace(whole=backward.listed)

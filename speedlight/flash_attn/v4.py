@@ -138,7 +138,9 @@ def flash_attn_func(
     """
     if block_sparse_tensors_bwd is not None:
         if block_sparse_tensors is None:
-            raise ArgumentError("block_sparse_tensors_bwd: expected None without block_sparse_tensors; got lists alone.")
+            raise ArgumentError(
+                "block_sparse_tensors_bwd: expected None without block_sparse_tensors; got lists alone."
+            )
         block_sparse_tensors = BothPasses(block_sparse_tensors, block_sparse_tensors_bwd)
     return flash_attn_varlen_func(
         q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,

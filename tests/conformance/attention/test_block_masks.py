@@ -1,6 +1,8 @@
-"""sl.blocks(): blocks of queries and keys are hidden or shown as a dense mask says, bit for bit, and cost nothing hidden."""
+"""sl.blocks() shows the bits of a dense mask, and its hidden blocks cost nothing."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from problems import qkv
 
 import speedlight as sl
+from speedlight.problem.problem import PART
 from speedlight.torch import attention
 
 pytestmark = pytest.mark.usefixtures("one_width")
@@ -42,7 +45,8 @@ def test_the_same_bits_as_a_dense_mask(isa, rng, dtype, size, lead, q_len):
     q, k, v = qkv(rng, dtype, 2, 4, 2, q_len, 700, 16, 16)
     table = random_blocks(rng, size, 700, lead)
     mask = sl.blocks(table, size if size[0] != size[1] else size[0])
-    for options in ({}, {"score": sl.softcap(2.0)}, {"causal": True}):
+    cases: list[dict[str, Any]] = [{}, {"score": sl.softcap(2.0)}, {"causal": True}]
+    for options in cases:
         out, lse = sl.attention(q, k, v, mask=mask, return_lse=True, **options)
         want, want_lse = sl.attention(q, k, v, mask=dense(table, size, q_len, 700), return_lse=True, **options)
         assert out.tobytes() == want.tobytes() and lse.tobytes() == want_lse.tobytes()
@@ -77,7 +81,7 @@ def test_hidden_blocks_are_never_read(isa, rng, size):
     hidden = np.arange(columns) % 2 == 1
     table = np.tile(~hidden, (columns, 1))
     q, k, v = qkv(rng, "float32", 1, 4, 2, 700, 700, 16, 16)
-    whole = [n for n in range(0, 700, 32) if hidden[n // size] and hidden[min(n + 31, 699) // size]]
+    whole = [n for n in range(0, 700, PART) if hidden[n // size] and hidden[min(n + PART - 1, 699) // size]]
     assert whole
     mask = sl.blocks(table, size)
     for q_len in (700, 2):
@@ -86,8 +90,8 @@ def test_hidden_blocks_are_never_read(isa, rng, size):
         d_out = np.ones_like(want[0])
         grads = sl.attention_backward(rows, k, v, *want, d_out, mask=mask)
         bad_k, bad_v = k.copy(), v.copy()
-        for n in whole:  # parts of 32 keys, those that a trimmed tile leaves out
-            bad_k[:, :, n : n + 32], bad_v[:, :, n : n + 32] = NAN, NAN
+        for n in whole:  # parts of keys that a trimmed tile leaves out
+            bad_k[:, :, n : n + PART], bad_v[:, :, n : n + PART] = NAN, NAN
         out = sl.attention(rows, bad_k, bad_v, mask=mask, return_lse=True)
         assert [x.tobytes() for x in out] == [x.tobytes() for x in want]
         again = sl.attention_backward(rows, bad_k, bad_v, *want, d_out, mask=mask)
@@ -104,19 +108,19 @@ def test_a_tenth_of_the_blocks_is_a_tenth_of_the_work(rng, size, skipped, share,
     table = np.zeros((n, n), bool)
     for row in table:
         row[rng.choice(n, round(n * 0.1), replace=False)] = True
-    sizes = {"q_heads": 4, "kv_heads": 1, "q_len": 8192, "head_dim": 64}
+    sizes: dict[str, Any] = {"q_heads": 4, "kv_heads": 1, "q_len": 8192, "head_dim": 64}
     full, plan = sl.plan(**sizes), sl.plan(**sizes, mask=sl.blocks(table, size))
     tiles = plan.tiles_full + plan.tiles_mixed + plan.tiles_skipped
     assert plan.tiles_skipped >= skipped * tiles
     assert plan.tile_flops <= share * full.tile_flops
     assert plan.tiles_mixed == 0 or size == 100
-    back, of_blocks = (sl.plan(**sizes, backward=True, **x) for x in ({}, {"mask": sl.blocks(table, size)}))
+    back, of_blocks = (sl.plan(**sizes, backward=True, mask=x) for x in (None, sl.blocks(table, size)))
     assert of_blocks.tile_flops <= backward * back.tile_flops
 
 
 @pytest.mark.parametrize("q_len", [1, 8])
 def test_decoding_skips_hidden_blocks(rng, q_len):
-    sizes = {"q_heads": 4, "kv_heads": 1, "q_len": q_len, "k_len": 8192, "head_dim": 64}
+    sizes: dict[str, Any] = {"q_heads": 4, "kv_heads": 1, "q_len": q_len, "k_len": 8192, "head_dim": 64}
     table = np.zeros((64, 64), bool)
     table[:, rng.choice(64, 6, replace=False)] = True
     full, plan = sl.plan(**sizes), sl.plan(**sizes, mask=sl.blocks(table, 128))
