@@ -106,7 +106,7 @@ def _read_lists(name: str, x: Any, lengths: Lengths, *, by_columns: bool = False
             f"{name}: expected a BlockSparseTensorsTorch; got {shown(x)}. speedlight.flash_attn.v4 has that class."
         )
     size = _read_size(name, x.block_size)
-    size = size[::-1] if by_columns else size
+    size = (size[1], size[0]) if by_columns else size
     totals, offsets = (_read_ints(f"{name}.{n}", getattr(x, n, None), 1) for n in _OFFSETS)
     if totals is None and lengths.is_packed:
         raise ArgumentError(
@@ -246,9 +246,8 @@ def _check_backward(forward: Blocks, given: Any, mask: Expression | None, length
         q_len=lengths.k_len, k_len=lengths.q_len, q_lens=lengths.k_lens, k_lens=lengths.q_lens, is_packed=False
     )
     found = _read_lists(name, given, turned, by_columns=True)
-    backward = Blocks(*(x.swapaxes(2, 3) for x in found[:2]), found.size[::-1])
-    if mask is None:
-        backward = backward._replace(whole=backward.listed)
+    whole = found.listed if mask is None else found.whole
+    backward = Blocks(found.listed.swapaxes(2, 3), whole.swapaxes(2, 3), (found.size[1], found.size[0]))
     sizes = [math.gcd(a, b) for a, b in zip(forward.size, backward.size, strict=True)]
     rows, columns = (-(-n // step) for n, step in zip((lengths.q_len, lengths.k_len), sizes, strict=True))
 

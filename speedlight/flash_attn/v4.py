@@ -224,18 +224,21 @@ def flash_attn_varlen_func(
         raise ArgumentError("cu_seqlens_k: expected None beside page_table, where lengths are seqused_k; got offsets.")
     else:
         seqused_k = _fill_pages(page_table, k) if seqused_k is None else seqused_k
+    info = None
     if score_mod is not None or mask_mod is not None or block_sparse_tensors is not None:
         q_lens = read_lengths(queries, q)
         k_lens = read_lengths(keys, k) if page_table is None or seqused_k is None else [int(n) for n in seqused_k]
         info = SeqlenInfo(_find_starts(queries, q), _find_starts(keys, k), q_lens, k_lens)
         options |= _trace_mods(mods, info)
-    if block_sparse_tensors is not None:
+    if info is not None and block_sparse_tensors is not None:
+        if page_table is not None:
+            check_sides(q, q, q, queries, queries)
         lengths = block_sparsity.Lengths(
             heads=q.shape[-2],
             q_len=q.shape[-3],
-            k_len=k.shape[-3] if page_table is None else page_table.shape[1] * k.shape[1],
-            q_lens=tuple(q_lens),
-            k_lens=tuple(k_lens),
+            k_len=k.shape[-3] if page_table is None else max(_fill_pages(page_table, k).tolist(), default=0),
+            q_lens=tuple(info.seqlen_q),
+            k_lens=tuple(info.seqlen_k),
             is_packed=cu_seqlens_q is not None,
         )
         mask = options["mask"] if mask_mod is not None else None

@@ -106,10 +106,9 @@ def _read_blocks(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
             "these lengths, or use block_mask._adjust(q_len, kv_len)."
         )
     rows, columns = -(-q_len // q_size), -(-k_len // k_size)
-    tables = [getattr(mask, name) for name in _TABLES]
-    entries = [None if x is None else read_entries(x, "block_mask") for x in tables]
-    partial = make_dense(entries[0], entries[1], columns)
-    full = np.zeros_like(partial) if entries[2] is None else make_dense(entries[2], entries[3], columns)
+    counts, indices, full_counts, full_indices = (getattr(mask, name) for name in _TABLES)
+    partial = _read_dense(counts, indices, columns)
+    full = np.zeros_like(partial) if full_counts is None else _read_dense(full_counts, full_indices, columns)
     shape = np.broadcast_shapes(partial.shape, full.shape)
     if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] < rows:
         raise ArgumentError(
@@ -118,6 +117,10 @@ def _read_blocks(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
         )
     partial, full = (np.broadcast_to(x, shape)[:, :, :rows] for x in (partial, full))
     return Blocks(partial, full, (q_size, k_size))
+
+
+def _read_dense(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> np.ndarray:
+    return make_dense(read_entries(counts, "block_mask"), read_entries(indices, "block_mask"), columns)
 
 
 def _classify(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -> tuple[np.ndarray, np.ndarray]:
