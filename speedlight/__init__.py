@@ -17,7 +17,7 @@ In order of use; help(speedlight.attention) has every option:
     attention_backward   gradients, without PyTorch
 
   masks and scores: a function of positions, a pattern, or an array
-    causal, window, prefix, documents, padding, dilated         masks; join them with & | ~
+    causal, window, prefix, documents, padding, dilated, blocks                 masks; join them with & | ~
     alibi, softcap, relative_bias                               scores; several in a list
     table                an array for functions to look up
     where, cast, minimum, maximum, abs, floor, sqrt, exp, exp2, log, log2       in functions
@@ -94,7 +94,18 @@ if TYPE_CHECKING:
         tan,
         tanh,
     )
-    from .expressions.patterns import alibi, causal, dilated, documents, padding, prefix, relative_bias, softcap, window
+    from .expressions.patterns import (
+        alibi,
+        blocks,
+        causal,
+        dilated,
+        documents,
+        padding,
+        prefix,
+        relative_bias,
+        softcap,
+        window,
+    )
     from .expressions.symbols import Symbol, cast, where
     from .expressions.tables import Table, table
     from .expressions.tracing import Expression, MaskFunction, ScoreFunction, expression
@@ -134,7 +145,7 @@ _NAMES = {
     "expressions.functions": (
         "abs cos erf exp exp2 expm1 floor log log1p log2 maximum minimum sigmoid sin sqrt tan tanh"
     ),
-    "expressions.patterns": "alibi causal dilated documents padding prefix relative_bias softcap window",
+    "expressions.patterns": "alibi blocks causal dilated documents padding prefix relative_bias softcap window",
 }  # of each module
 
 # of `import *`, which leaves the built-in abs alone
@@ -167,6 +178,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_paged",
+    "blocks",
     "cast",
     "causal",
     "cos",

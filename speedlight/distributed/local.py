@@ -128,9 +128,9 @@ def _heads_of(x: Any) -> int:
 def _counted(x: Expression) -> Expression:
     """Tables of all heads need not have as many entries as a call of some of them has heads."""
     new: dict[int, Node] = {}
-    tables = {t: copy.copy(t) for t in x.tables if t.of_heads}
+    tables = {t: copy.copy(t) for t in x.tables if t.heads_axis is not None}
     for t in tables.values():
-        t.of_heads = False
+        t.heads_axis = None
     for node in order(x.root):
         args = tuple([new[id(a)] for a in node.args])
         value = tables.get(node.value, node.value) if node.op == "table" else node.value

@@ -13,6 +13,7 @@ from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..host.graph_breaks import check_outside
 from .functions import minimum, tanh
+from .symbols import Symbol
 from .tables import Table, table
 from .tracing import Expression, expression
 
@@ -125,6 +126,39 @@ def dilated(k: int) -> Expression:
     return expression(lambda b, h, i, j: (i - j) % k == 0)
 
 
+def blocks(table: Any, size: Any) -> Expression:
+    """Mask that shows blocks of queries and keys: table[b, h, i // q_size, j // k_size].
+
+    Hidden blocks cost nothing: tiles of 128 keys are skipped, or cut to parts of 16.
+
+    Args:
+        table: bool, (rows, columns), (q_heads, rows, columns), or (batch, q_heads, rows, columns), of blocks. Heads
+            and batch may be 1, for all. It covers all positions of the call, in a cache also those of earlier tokens.
+        size: positions in a block: an int, or (q_size, k_size).
+
+    >>> import speedlight as sl
+    >>> sl.blocks([[True, False], [True, True]], 128)
+    mask table[(i // 128), (j // 128)]
+    """
+    if isinstance(size, (tuple, list)) and len(size) == 2:
+        q_size, k_size = (_integer(f"size[{n}]", x, 1) for n, x in enumerate(size))
+    elif whole(size) is None:
+        raise ArgumentTypeError(f"size: expected an int, or two: (q_size, k_size); got {shown(size)}.")
+    else:
+        q_size = k_size = _integer("size", size, 1)
+    of = copy.copy(_table(table, "table", ("bool",), (2, 3, 4)))
+    of.way = of.way or "Give rows and columns of blocks for all positions of queries and keys."
+    lead = of.shape[:-2]
+    of.heads_axis = len(lead) - 1 if lead and lead[-1] != 1 else None
+    of.of_items = len(lead) == 2 and lead[0] != 1
+
+    def mask(b: Symbol, h: Symbol, i: Symbol, j: Symbol) -> Any:
+        own = [x if n != 1 else 0 for x, n in zip((b, h)[2 - len(lead) :], lead, strict=True)]
+        return of[(*own, i // q_size, j // k_size)]
+
+    return expression(mask)
+
+
 def alibi(slopes: Any) -> Expression:
     """ALiBi's linear bias, s + slopes[h] · (j - i), with one slope per query head.
 
@@ -142,7 +176,7 @@ def alibi(slopes: Any) -> Expression:
     of = _table(slopes, "slopes", ("int", *_FLOATS), (1,))
     if not np.isfinite(of.host()).all():
         raise ArgumentError("slopes: expected finite numbers; got NaN or infinity among them.")
-    of.of_heads = True
+    of.heads_axis = 0
     return expression(lambda s, b, h, i, j: s + of[h] * (j - i))
 
 
@@ -186,7 +220,7 @@ def relative_bias(bias: Any) -> Expression:
     if of.array.shape[1] % 2 == 0:
         way = " That is (2n - 1, q_heads): pass bias.T." if of.array.shape[0] % 2 else ""
         raise ArgumentError(f"bias: expected shape (q_heads, 2n - 1); got {of.array.shape}.{way}")
-    of.of_heads = True
+    of.heads_axis = 0
     of.way = of.way or "Give 2n - 1 distances, n no less than positions are apart; or hide farther keys with a mask."
     middle = of.array.shape[1] // 2
     return expression(lambda s, b, h, i, j: s + of[h, i - j + middle])

@@ -79,7 +79,7 @@ class Table:
         self.copies: dict[str, Any] = {}  # by device
         self.of_items = False  # whether it has to have a row for each item of the batch
         self.of_keys = False  # … and that an entry for each key
-        self.of_heads = False  # whether it has to have an entry for each query head
+        self.heads_axis: int | None = None  # the dimension that has to have an entry for each query head
         self.way = ""  # out of an index beyond it, where a pattern knows better than the rule
         self._ends: Any = None
         self._bound: _Bound
@@ -267,7 +267,7 @@ class Table:
         """Returns the caller's array itself, or the copy of it: addresses and views are derived from it again, so that
         a table that is copied or pickled with its array reads the array's copy.
         """
-        flags = {name: getattr(self, name) for name in ("of_items", "of_keys", "of_heads", "way")}
+        flags = {name: getattr(self, name) for name in ("of_items", "of_keys", "heads_axis", "way")}
         if self.origin is not None and is_traced(self.origin):
             return Table, (self.origin, self.name), flags
         if self.is_own:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import ArgumentError
 from ..adapting import shown
-from . import bert_padding, interface, kernels, v3, v4
+from . import bert_padding, block_sparsity, interface, kernels, v3, v4
 
 VERSION = "2.8.4"  # of flash-attn, whose calls these are
 _PRIVATE = tuple(name for name in vars(kernels) if name.startswith("_flash_attn_"))
@@ -46,7 +46,9 @@ def install(versions: tuple[int, ...] = (2,)) -> None:
     if 4 in versions:
         new["flash_attn.cute"] = _make_module("flash_attn.cute", v4, v4.__all__, package=True)
         new["flash_attn.cute.interface"] = _make_module("flash_attn.cute.interface", v4, v4.__all__)
-        vars(new["flash_attn.cute"])["interface"] = new["flash_attn.cute.interface"]
+        lists = _make_module("flash_attn.cute.block_sparsity", block_sparsity, block_sparsity.__all__)
+        new["flash_attn.cute.block_sparsity"] = lists
+        vars(new["flash_attn.cute"]).update(interface=new["flash_attn.cute.interface"], block_sparsity=lists)
         vars(new["flash_attn"])["cute"] = new["flash_attn.cute"]
     uninstall()
     parts = [name for name in sys.modules if name.startswith("flash_attn.")] if "flash_attn" in new else []

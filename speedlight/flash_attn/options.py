@@ -32,7 +32,6 @@ from ..torch.attending import attention
 
 _FP8 = "8-bit floats are not offered: convert q, k and v to bfloat16."
 _CHUNK = "speedlight.attention(mask=lambda b, h, i, j: i // n == j // n, causal=True) is attention in chunks of n."
-_SPARSE = "Which keys are seen, mask_mod says."
 _MAXIMA = ("max_seqlen_q", "max_seqlen_k")  # offsets say them
 V2 = Library(
     "flash-attn 2",
@@ -50,8 +49,8 @@ V4 = Library(
         "deterministic", "num_splits", "pack_gqa", "scheduler_metadata", "disable_scheduler_metadata",
         "seqlen_k_per_split", *_MAXIMA, "min_seqlen_k", "cu_seqlens", "virtual_batch_idx",
     ),
-    refused=dict.fromkeys(("gather_kv_indices", "block_sparse_tensors", "block_sparse_tensors_bwd"), _SPARSE)
-    | {
+    refused={
+        "gather_kv_indices": "Which keys are seen, mask_mod says.",
         "score_mod_bwd": "The derivative of score_mod is taken here.",
         "seqused": "Every row is combined: leave it out, or slice.",
     },

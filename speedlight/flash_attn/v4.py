@@ -13,12 +13,22 @@ from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, Expression, Table, UnsupportedError, expression, table
 from ..adapting import public, shown
+from ..expressions.symbols import Symbol, node_of
 from ..expressions.tracing import check_returned
-from . import v3
+from ..expressions.tree import Node
+from . import block_sparsity, v3
+from .block_sparsity import BlockSparseTensorsTorch, BothPasses
 from .options import OTHER_ORDER, V4, check_tensors, options_of, read_sides
 from .sequences import PAGES, Side, attend, attend_pages, check_sides, pack, read_lengths
 
-__all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
+__all__ = [
+    "BlockSparseTensorsTorch",
+    "SeqlenInfo",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+]
 
 _MLA_DIM = 512  # of values that are their own keys: flash-attn 4 then orders log-sum-exps as it does with qv
 
@@ -104,7 +114,11 @@ def flash_attn_func(
             which flash-attn would not look at.
         aux_tensors: what they look up: `aux_tensors[0][b, kv_idx]`. Gradients flow to float ones in a score_mod.
         num_splits, pack_gqa, deterministic: mean nothing here.
-        gather_kv_indices, score_mod_bwd, block_sparse_tensors, block_sparse_tensors_bwd: refused.
+        block_sparse_tensors: a BlockSparseTensorsTorch, whose blocks are shown, the others hidden; mask_mod counts in
+            its mask blocks alone. Hidden blocks cost nothing.
+        block_sparse_tensors_bwd: likewise, by columns, for the backward pass. Gradients are those of the forward pass,
+            whose blocks it may not contradict.
+        gather_kv_indices, score_mod_bwd: refused.
         return_lse: also return log-sum-exps.
 
     Returns:
@@ -122,7 +136,12 @@ def flash_attn_func(
     >>> out.shape, lse
     (torch.Size([2, 5, 8, 24]), None)
     """
-    V4.refuse(block_sparse_tensors_bwd=block_sparse_tensors_bwd)
+    if block_sparse_tensors_bwd is not None:
+        if block_sparse_tensors is None:
+            raise ArgumentError(
+                "block_sparse_tensors_bwd: expected None without block_sparse_tensors; got lists alone."
+            )
+        block_sparse_tensors = BothPasses(block_sparse_tensors, block_sparse_tensors_bwd)
     return flash_attn_varlen_func(
         q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, learnable_sink=learnable_sink, softcap=softcap, score_mod=score_mod,
@@ -193,9 +212,7 @@ def flash_attn_varlen_func(
     ints = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
     ints["page_table"] = page_table
     q, k, qv, heads_last = _choose_factors(q, k, v, qv, ints)
-    V4.refuse(
-        gather_kv_indices=gather_kv_indices, block_sparse_tensors=block_sparse_tensors, score_mod_bwd=score_mod_bwd
-    )
+    V4.refuse(gather_kv_indices=gather_kv_indices, score_mod_bwd=score_mod_bwd)
     with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
     q, k = v3.absorb(q, k, v, qv)
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
@@ -207,10 +224,26 @@ def flash_attn_varlen_func(
         raise ArgumentError("cu_seqlens_k: expected None beside page_table, where lengths are seqused_k; got offsets.")
     else:
         seqused_k = _fill_pages(page_table, k) if seqused_k is None else seqused_k
-    if score_mod is not None or mask_mod is not None:
+    info = None
+    if score_mod is not None or mask_mod is not None or block_sparse_tensors is not None:
         q_lens = read_lengths(queries, q)
         k_lens = read_lengths(keys, k) if page_table is None or seqused_k is None else [int(n) for n in seqused_k]
-        options |= _trace_mods(mods, SeqlenInfo(_find_starts(queries, q), _find_starts(keys, k), q_lens, k_lens))
+        info = SeqlenInfo(_find_starts(queries, q), _find_starts(keys, k), q_lens, k_lens)
+        options |= _trace_mods(mods, info)
+    if info is not None and block_sparse_tensors is not None:
+        if page_table is not None:
+            check_sides(q, q, q, queries, queries)
+        lengths = block_sparsity.Lengths(
+            heads=q.shape[-2],
+            q_len=q.shape[-3],
+            k_len=k.shape[-3] if page_table is None else max(_fill_pages(page_table, k).tolist(), default=0),
+            q_lens=tuple(info.seqlen_q),
+            k_lens=tuple(info.seqlen_k),
+            is_packed=cu_seqlens_q is not None,
+        )
+        mask = options["mask"] if mask_mod is not None else None
+        listed = block_sparsity.read_mask(block_sparse_tensors, mask, lengths, _find_place(info))
+        options["mask"] = listed & options["mask"] if mask is None and "mask" in options else listed
     if page_table is None:
         return _make_results(attend(q, k, v, queries, keys, options, with_lse), return_lse, heads_last)
     found = attend_pages(q, (k, v), page_table, seqused_k, queries, options, PAGES._replace(table="page_table"))
@@ -352,10 +385,21 @@ def _look_up(name: str, x: Sequence[int]) -> Callable[[Any], Any]:
     return lambda b: of[b]
 
 
+def _find_first(info: SeqlenInfo) -> Callable[[Any], Any]:
+    """Returns a function of b: the position of a sequence's first query, the last being at the last key."""
+    return _look_up("q_start", [b - a for a, b in zip(info.seqlen_q, info.seqlen_k, strict=True)])
+
+
+def _find_place(info: SeqlenInfo) -> Node:
+    """Returns the place of a query in its sequence, counted from 0."""
+    b, i = (Symbol(Node("symbol", "int", value=name)) for name in "bi")
+    return node_of(i - _find_first(info)(b))
+
+
 def _trace_mods(mods: Mods, info: SeqlenInfo) -> dict[str, Expression]:
     """Returns score and mask of functions whose queries count from 0; info: of every sequence."""
     known = [_look_up(name, x) for name, x in info._asdict().items()]
-    first = _look_up("q_start", [b - a for a, b in zip(info.seqlen_q, info.seqlen_k, strict=True)])
+    first = _find_first(info)
     if not isinstance(mods.tensors, (list, tuple, type(None))):
         raise ArgumentTypeError(f"aux_tensors: expected a list of tensors; got {type(mods.tensors).__name__}.")
     looked = [table(t, f"aux_tensors[{n}]") for n, t in enumerate(mods.tensors or ())]

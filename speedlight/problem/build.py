@@ -365,22 +365,28 @@ def _expressed(problem: Problem, mask: Expression | None, score: Expression | No
     for table in [t for x in (mask, score) if x is not None for t in x.tables]:
         if table.source is not None:
             check_plain_tensor(table.source, table.name)
-        if table.of_heads and table.shape[0] != problem.q_heads:
+        axis = table.heads_axis
+        if axis is not None and table.shape[axis] != problem.q_heads:
             raise ArgumentError(
-                f"{table.name}: expected an entry for each of q's {problem.q_heads} heads; got {table.shape[0]}. Give "
-                "an entry for each query head of the call."
+                f"{table.name}: expected an entry for each of q's {problem.q_heads} heads; got {table.shape[axis]}. "
+                "Give an entry for each query head of the call."
             )
     return replace(problem, mask=mask, score=score)
 
 
 def _check_items(problem: Problem, least: int | None, most: int | None) -> None:
-    """Raises unless padding() and documents() are of this batch, padding of as many keys, too; None: of any number."""
+    """Raises unless tables of items are of this batch, and padding's of as many keys; None: of any number."""
     for table in [] if problem.mask is None else [t for t in problem.mask.tables if t.of_items]:
-        rows, n = table.shape
+        rows, n = table.shape[0], table.shape[-1]
         fits = rows == problem.batch if problem.items is None else rows > max(problem.items, default=0)
         if fits and (not table.of_keys or (least or 0) <= n <= (n if most is None else most)):
             continue
         batch = problem.batch if problem.items is None else f"at least {max(problem.items) + 1}"
+        if len(table.shape) > 2:
+            raise ArgumentError(
+                f"{table.name}: expected blocks for each of the call's {batch} items; got those of {rows}, shape "
+                f"{table.shape}. Give as many, or 1 for all."
+            )
         ends = [f"at {word} {x}" for word, x in (("least", least), ("most", most)) if x is not None and table.of_keys]
         keys = least if len(ends) == 2 and least == most else " and ".join(ends) or "any"
         what, way = "length", "Give ids for each item of the call, or one row, of shape (length,), for all"

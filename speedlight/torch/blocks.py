@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from .. import ArgumentError, Expression, Symbol, Table, UnsupportedError, expression
-from ..arrays.torch_tensors import is_traced
+from .. import ArgumentError, Expression, Table, blocks, expression
 from ..expressions.bounds import integers, visible
 from ..expressions.tree import evaluate
-from ..host.insides import TORCH
 from ..problem.tiles import Many
+from .block_lists import make_dense, read_entries
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _AT_ONCE = 1 << 13  # blocks that are classified together
@@ -61,7 +60,7 @@ def read_mask(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
     key = (
         mask.key, *(repr(x.value) for x in mask.numbers), *(_contents(t.array) for t in mask.tables),
         sizes, block_mask.BLOCK_SIZE, block_mask.seq_lengths,
-        *(None if x is None else _contents(_read_entries(x)) for x in tables),
+        *(None if x is None else _contents(read_entries(x, "block_mask")) for x in tables),
     )  # fmt: skip
     known = _known.get(block_mask)
     if known is None or known[0] != key:
@@ -75,16 +74,17 @@ def _contents(x: np.ndarray) -> tuple[Any, ...]:
 
 def _list_blocks(block_mask: flex.BlockMask, mask: Expression, sizes: Sizes) -> Listed:
     """Reads the block tables, and compares them with the mask."""
-    blocks = _read_blocks(block_mask, sizes)
+    partial, full, size = _read_blocks(block_mask, sizes)
     everything = bool(mask.root.op == "number" and mask.root.value)
-    listed = blocks.partial | blocks.full
+    listed = partial | full
     if (everything and listed.all()) or 0 in sizes:
         return Listed(True)
-    some, every = _classify(mask, listed.shape[:2], sizes, blocks.size)
-    full = blocks.full & ~every  # of which mask_mod says less
+    some, every = _classify(mask, listed.shape[:2], sizes, size)
+    full = full & ~every  # of which mask_mod says less
     if not (some & ~listed).any() and not full.any():
         return Listed(False)
-    return Listed(everything, _look_up(listed, blocks.size), _look_up(full, blocks.size) if full.any() else None)
+    shown = blocks(Table(listed, "block_mask"), size)
+    return Listed(everything, shown, blocks(Table(full, "block_mask"), size) if full.any() else None)
 
 
 def _check_mask_mod(block_mask: flex.BlockMask) -> Callable[..., Any]:
@@ -106,10 +106,9 @@ def _read_blocks(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
             "these lengths, or use block_mask._adjust(q_len, kv_len)."
         )
     rows, columns = -(-q_len // q_size), -(-k_len // k_size)
-    partial = _make_dense(mask.kv_num_blocks, mask.kv_indices, columns)
-    full = np.zeros_like(partial)
-    if mask.full_kv_num_blocks is not None:
-        full = _make_dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    counts, indices, full_counts, full_indices = (getattr(mask, name) for name in _TABLES)
+    partial = _read_dense(counts, indices, columns)
+    full = np.zeros_like(partial) if full_counts is None else _read_dense(full_counts, full_indices, columns)
     shape = np.broadcast_shapes(partial.shape, full.shape)
     if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] < rows:
         raise ArgumentError(
@@ -120,36 +119,8 @@ def _read_blocks(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
     return Blocks(partial, full, (q_size, k_size))
 
 
-def _read_entries(x: torch.Tensor) -> np.ndarray:
-    """Returns a table's entries as they are now; also where a graph is being made, of which they are no part."""
-    if is_traced(x):
-        raise UnsupportedError(
-            "block_mask: expected tables whose numbers lie in memory; got those of a graph. Make the BlockMask outside "
-            "of what is exported."
-        )
-    with TORCH.disable_current_modes():
-        return x.detach().cpu().numpy()
-
-
-def _make_dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
-    """Returns lists of blocks as bools, of 4 dimensions; blocks past the last key are none."""
-    counts, indices = _read_entries(counts), _read_entries(indices)
-    within = np.arange(indices.shape[-1]) < counts[..., None]
-    dense = np.zeros((*indices.shape[:-1], columns + 1), bool)
-    wanted = within & (indices >= 0) & (indices < columns)
-    np.put_along_axis(dense, np.where(wanted, indices, columns).astype(np.int64), True, axis=-1)
-    return dense[(None,) * (4 - dense.ndim)][..., :columns]
-
-
-def _look_up(blocks: np.ndarray, size: tuple[int, int]) -> Expression:
-    """Returns a mask that shows these blocks."""
-    axes = [n != 1 for n in blocks.shape[:2]]
-    table = Table(blocks.reshape([n for n in blocks.shape[:2] if n != 1] + list(blocks.shape[2:])), "block_mask")
-
-    def mask(b: Symbol, h: Symbol, i: Symbol, j: Symbol) -> Any:
-        return table[(*itertools.compress((b, h), axes), i // size[0], j // size[1])]
-
-    return expression(mask, "mask")
+def _read_dense(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> np.ndarray:
+    return make_dense(read_entries(counts, "block_mask"), read_entries(indices, "block_mask"), columns)
 
 
 def _classify(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -62,6 +62,7 @@ EXACT = {
     "blocks apart": sl.expression(lambda b, h, i, j: i // 8 - j // 8 >= 2),
     "distance": sl.expression(lambda b, h, i, j: i - j == 7),
     "documents": sl.documents(np.repeat(np.arange(9), [3, 60, 1, 40, 100, 30, 90, 50, 26])),
+    "blocks": sl.blocks(np.random.default_rng(5).random((60, 20)) < 0.2, (7, 20)),
 }
 
 

@@ -113,14 +113,16 @@ def test_every_operation():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tiles are counted in the interpreter")
-@pytest.mark.parametrize("name", ["causal", "window", "prefix", "documents", "square", "wide"])
+@pytest.mark.parametrize("name", ["causal", "window", "prefix", "documents", "square", "wide", "blocks"])
 def test_empty_tiles_are_skipped(rng, monkeypatch, name):
     """Those that the bounds say, and no others: the host's look and the kernel's own agree."""
     q, k, v = qkv(rng, "float32", 1, 1, 1, 160, 160, 16, 16)
     seen = np.zeros((160, 160), bool)
     seen[:48, 32:64] = seen[100:, 100:] = True
     square = sl.table(seen)
-    if name == "square":
+    if name == "blocks":
+        mask = sl.blocks(rng.random((1, 4, 7)) < 0.4, (50, 24))
+    elif name == "square":
         mask = sl.expression(lambda b, h, i, j: square[i, j])
     else:
         mask = PATTERNS[name]["mask"] if name in PATTERNS else sl.expression(lambda b, h, i, j: (i // 40) == (j // 40))

@@ -151,6 +151,12 @@ PATTERNS = [
     (lambda: sl.documents(np.zeros((2, 2, 2), int)), "ids: expected 1 or 2 dimensions"),
     (lambda: sl.documents([[1], [2, 3]]), "ids: expected an array that NumPy can read"),
     (lambda: sl.documents(None), "ids: expected 1 to 4 dimensions; got None"),
+    (lambda: sl.blocks([[1, 0]], 8), "table: expected bool entries; got dtype int64"),
+    (lambda: sl.blocks([True], 8), "table: expected 2 or 3 or 4 dimensions"),
+    (lambda: sl.blocks([[True]], None), r"size: expected an int, or two: \(q_size, k_size\); got None"),
+    (lambda: sl.blocks([[True]], (1, 2, 3)), "size: expected an int, or two"),
+    (lambda: sl.blocks([[True]], 0), "size: expected an int from 1"),
+    (lambda: sl.blocks([[True]], (2, 0)), r"size\[1\]: expected an int from 1"),
     (lambda: sl.alibi(3), "slopes: expected an array, one per query head; got 3"),
     (lambda: sl.window((3, 0)), r"left: expected an int; got \(3, 0\)\. Of a pair write sl.window\(\*pair\)"),
 ]

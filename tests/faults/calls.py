@@ -232,6 +232,27 @@ MUTATIONS = (
         "tests/arguments/test_memos.py -k 'differ_in_one_thing and flex'",
     ),
     Mutation(
+        "blocks of keys are as large as blocks of queries",
+        "expressions/patterns.py",
+        "return of[(*own, i // q_size, j // k_size)]",
+        "return of[(*own, i // q_size, j // q_size)]",
+        "tests/conformance/attention/test_block_masks.py -k gradients",
+    ),
+    Mutation(
+        "a mask_mod counts in flash-attn's full blocks, too",
+        "flash_attn/block_sparsity.py",
+        "(whole | (listed & mask)) if",
+        "(listed & mask) if",
+        "tests/adapters/flash_attn/test_flash_blocks.py -k packed_sequences",
+    ),
+    Mutation(
+        "flash-attn's lists of the backward pass may hide what the forward pass shows whole",
+        "flash_attn/block_sparsity.py",
+        "(whole & ~also_listed) | (also_whole & ~listed)",
+        "also_whole & ~listed",
+        "tests/adapters/flash_attn/test_flash_blocks.py -k backward_pass",
+    ),
+    Mutation(
         "what a repeated call has read may be written to before its backward",
         "autograd/attending.py",
         "tables), [(added, state_of(added)) for added in arrays]",

@@ -88,6 +88,8 @@ MASKS = {
     "dense": {"mask": np.random.default_rng(2).random((1, 4, 1, 1500)) < np.repeat([0, 0.5, 1], 500)},
     "additive": {"score": np.where(np.tri(500, 1500, 800, bool), 0, -np.inf).astype(np.float32)},
     "scored": {"score": sl.softcap(3.0), "mask": sl.window(50, 60)},
+    "blocks": {"mask": sl.blocks(np.random.default_rng(3).random((12, 12)) < 0.3, 128)},
+    "blocks of heads": {"mask": sl.blocks(np.random.default_rng(4).random((2, 4, 15, 24)) < 0.3, (100, 64))},
 }
 
 
@@ -102,7 +104,7 @@ def test_the_kernel_counts_what_was_planned_for_masks(isa, one_width, rng, dtype
     quick = sl.plan(q, k, v, **MASKS[name])
     assert quick.visible_pairs in (None, plan.visible_pairs)
     assert (quick.visible_pairs is None) == (
-        name in ("documents", "documents and causal", "heads", "dense", "additive")
+        name in ("documents", "documents and causal", "heads", "dense", "additive", "blocks", "blocks of heads")
     )
     shown = sl.reference.weights(np.zeros_like(q, np.float32), np.zeros_like(k, np.float32), **MASKS[name]) > 0
     assert plan.visible_pairs == shown.sum() and plan.flops == plan.visible_pairs * 4 * 16
@@ -176,7 +178,7 @@ def test_the_backward_kernel_counts_what_was_planned(isa, rng, dtype, q_len, k_l
 
 
 @pytest.mark.each("dtype", "name")
-@pytest.mark.parametrize("name", MASKS if FULL else ["heads", "scored"])
+@pytest.mark.parametrize("name", MASKS if FULL else ["heads", "scored", "blocks"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["float32"])
 def test_the_backward_kernel_counts_what_was_planned_for_masks(isa, rng, dtype, name):
     given = qkv(rng, dtype, 2, 4, 2, 500, 1500, 16, 16)

@@ -306,7 +306,6 @@ REFUSED = [
     (v3.flash_attn_func, "qv", {"qv": torch.ones(2, 5, 4, 9)}),
     (v3.flash_attn_func, "causal", {"causal": 1}),
     (v4.flash_attn_func, "gather_kv_indices", {"gather_kv_indices": torch.ones(2, 5, 8)}),
-    (v4.flash_attn_func, "block_sparse_tensors", {"block_sparse_tensors": ()}),
     (v4.flash_attn_func, "score_mod_bwd", {"score_mod_bwd": max}),
     (v4.flash_attn_func, "mask_mod", {"mask_mod": lambda b, h, m, n, info, aux: n < 3, "causal": True}),
     (v4.flash_attn_func, "softcap", {"score_mod": lambda s, b, h, m, n, info, aux: s, "softcap": 1.0}),

@@ -242,6 +242,35 @@ def test_tables_that_say_no_more_than_the_function_cost_nothing():
     assert "block_mask" in repr(read_mask(of_items, (BATCH, HEADS, LENGTH, LENGTH)))
 
 
+@pytest.mark.parametrize("size", [(128, 128), (64, 128), (100, 60), (16, 256)], ids=str)
+def test_hidden_blocks_cost_nothing_without_a_function(size):
+    """Blocks of any size: the bits and gradients of the dense mask, and the tiles that the plan skips."""
+    from speedlight.torch.blocks import read_mask
+
+    sizes = BATCH, 4, 300, 2048
+    shape = BATCH, 4, -(-300 // size[0]), -(-2048 // size[1])
+    listed = torch.zeros(shape, dtype=torch.bool)
+    listed[..., :: 2048 // size[1] // 2] = True
+    listed[0, 1, 0] = False  # a row of blocks sees nothing
+    mask = blocks_of(listed, size=size, lengths=(300, 2048))
+    dense = listed.repeat_interleave(size[0], 2).repeat_interleave(size[1], 3)[:, :, :300, :2048]
+    q, k, v = (torch.randn(BATCH, heads, n, 16, generator=GENERATOR) for heads, n in ((4, 300), (2, 2048), (2, 2048)))
+    found = []
+    for call in (
+        lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True),
+        lambda q, k, v: sl.torch.attention(q, k, v, mask=dense, q_start=0),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = call(*leaves)
+        out.sum().backward()
+        found.append([x.detach().numpy().tobytes() for x in (out, *(x.grad for x in leaves))])
+    assert found[0] == found[1]
+    plan, full = (sl.plan(q, k, v, mask=x, q_start=0) for x in (read_mask(mask, sizes), None))
+    share = dense[:, ::2].float().mean(), dense.float().mean()  # the second head of a group may see less
+    assert plan.tile_flops <= (1.02 if size[1] % 32 == 0 else 1.6) * float(max(share)) * full.tile_flops
+    assert plan.tiles_skipped >= 0.75 * full.tiles_full
+
+
 def test_block_tables_are_compared_again_with_what_a_function_captures():
     """The function shows no more than its blocks, then all, then less, then the first again."""
     ids, sizes = torch.arange(64) // 32, (BATCH, HEADS, 64, 64)
