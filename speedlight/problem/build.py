@@ -24,6 +24,7 @@ from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression, expression, score_chain
 from ..host.rounding import standard
 from . import checks
+from .chosen import check_device, chosen_of
 from .options import Options, scores_of
 from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Problem, Sizes
@@ -100,6 +101,7 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     layout = options.layout
     checks.check_layout(layout)
     checks.check_precision(options.precision)
+    check_device(options.indices, q.device)
     for x in (q, k, v):
         check_dimensions(x.name, x.shape, layout)
     widened = check_together(k, v, q)
@@ -259,10 +261,16 @@ def _apply_options(
     rows = None if packed or options.q_lengths is None else sizes.q_len
     if fields or rows is not None or options.sink_logits is not None:
         problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows, **fields)
-    if options.mask is options.score is options.window is hiding is None:
+    if options.mask is options.score is options.window is options.indices is hiding is None:
         return problem
     square = None if packed else (sizes.q_len, sizes.k_len)
-    return _expressed(problem, _limits(options, problem, square, hiding), _score(options.score, problem, square))
+    mask, score = _limits(options, problem, square, hiding), _score(options.score, problem, square)
+    if options.indices is None:
+        return _expressed(problem, mask, score)
+    keys = max(k_lengths, default=0) if packed else sizes.k_len
+    chosen = chosen_of(options.indices, problem, options.layout, sizes.q_len, keys)
+    every = chosen.mask(problem) if mask is None else mask & chosen.mask(problem)
+    return replace(_expressed(problem, every, score), chosen=chosen, others=mask)
 
 
 def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:

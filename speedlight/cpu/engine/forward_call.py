@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ...problem.plan import Balance, Plan, Roofs
     from .append_call import AppendCall
 
+_SCATTERED = 2  # times as long as a plain read takes a read of rows that lie anywhere
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
 
@@ -61,6 +62,13 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa) -> Call:
     """Prepares everything that addresses don't change."""
     keys = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
+    if problem.chosen is not None:
+        with importing:
+            from .chosen_call import prepare_chosen, takes
+
+        if takes(problem, keys, isa):
+            return prepare_chosen(problem, rows, keys, threads, isa)
+        problem = replace(problem, chosen=None, others=None)
     strides = keys.strides(problem.quantised or problem.key_dtype)
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
     items = items_of(problem, how, rows, keys)
@@ -108,12 +116,12 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
 
 def _shape(
     problem: Problem, how: Schedule, program: Any, *, cached: bool = False, latent: bool = False,
-    in_parts: bool = False, resumed: bool = False,
+    in_parts: bool = False, resumed: bool = False, chosen: bool = False,
 ) -> Shape:  # fmt: skip
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised if cached else None
-    of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial, resumed
+    of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial, resumed, chosen
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
 
@@ -126,8 +134,9 @@ class Call:
     def __init__(
         self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout,
         strides: Strides, *, cached: bool = False, latent: bool = False, in_parts: bool = False, resumed: bool = False,
+        chosen: bool = False,
     ) -> None:  # fmt: skip
-        """form: of its results. strides: of its keys. cached, latent, in_parts, resumed: as Shape has them."""
+        """form: of its results. strides: of its keys. cached, latent, in_parts, resumed, chosen: as Shape has them."""
         self.problem, self.how, self.items, self.result_layout, self.sinks = problem, how, items, form, _sinks(problem)
         self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
@@ -138,7 +147,9 @@ class Call:
         if "upcoming" in words:
             words["upcoming"] = threads
         self.launch = Launch(
-            _shape(problem, how, program, cached=cached, latent=latent, in_parts=in_parts, resumed=resumed),
+            _shape(
+                problem, how, program, cached=cached, latent=latent, in_parts=in_parts, resumed=resumed, chosen=chosen
+            ),
             ARGUMENTS[how.kind],
             words,
             how.tickets if problem.value_dim and problem.q_heads else 0,
@@ -371,10 +382,21 @@ def _sinks(problem: Problem) -> np.ndarray | None:
 
 def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     """Guesses how long one thread takes."""
+    if problem.chosen is not None:
+        return _guessed_seconds_of_chosen(problem, how)
     if how.kind == "decode":
         return sum(problem.k_lengths) * token_bytes(problem) / how.tuning.threading.read_bytes
     flops = all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
     return flops / how.tuning.threading.flops
+
+
+def _guessed_seconds_of_chosen(problem: Problem, how: Schedule) -> float:
+    counts = problem.chosen.counts
+    keys = int(counts.sum()) * (1 if problem.chosen.has_heads else problem.kv_heads)  # rows that are read
+    bytes_of_key = token_bytes(problem) / max(1, problem.kv_heads)
+    flops = 2 * keys * problem.group * (problem.head_dim + problem.value_dim)
+    wants = how.tuning.threading
+    return max(_SCATTERED * keys * bytes_of_key / wants.read_bytes, flops / wants.flops)
 
 
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
@@ -506,6 +528,7 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         index=np.arange(batch) if problem.items is None else np.array(problem.items, np.int64),
         first_key=first * 0,
         rows=first * 0,
+        chosen=first * 0,
         **columns_of_keys(keys, batch),
     )
     table = np.stack(items, axis=1)

@@ -193,7 +193,8 @@ def _parts_of_blocks(problem: Problem, blocks: int, state_bytes: int, threads: i
     state_bytes: what the tasks of a block leave for the last of them.
     """
     tasks, enough = blocks, wants.tasks * threads
-    if threads == 1 or tasks >= threads or problem.rows is not None or problem.partial:
+    alone = problem.rows is not None or problem.partial or problem.chosen is not None
+    if threads == 1 or tasks >= threads or alone:
         return 1
     if blocks * state_bytes > _PARTIALS:
         return 1
@@ -269,6 +270,7 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bo
         staged_values=staged[1] * ((TILE // elements) * columns * number + (together > 1) * 64),
         scales=count_scales(problem),
         blocks=codes_of(problem) in ("blocks", "latents"),
+        chosen=_chosen_bytes(problem),
     )
 
 
@@ -305,9 +307,10 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
     spans = -(-max(problem.k_lengths, default=0) // SPAN)
     wants = tuning.decoding
-    together = _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
+    together = 1 if problem.chosen else _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
     tasks, enough = heads // together, wants.tasks * threads * (1 if threads <= MANY else 2)
-    parts = _parts_of(problem, tasks, enough, threads, wants) if tasks < enough and threads > 1 else 1
+    shares = tasks < enough and threads > 1 and not problem.chosen
+    parts = _parts_of(problem, tasks, enough, threads, wants) if shares else 1
     elements = PRODUCTS[product_name(problem, isa)].elements
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),
@@ -318,6 +321,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         vector=isa.vector_bytes,
         scales=count_scales(problem)[1] * (codes_of(problem) == "blocks"),
         lists_scales=problem.quantised is not None and problem.widened is not None,
+        chosen=_chosen_bytes(problem),
     )
     if tasks * spans * sizes.states > _PARTIALS:
         parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
@@ -339,6 +343,11 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         partial_bytes=partial,
         heads=together,
     )
+
+
+def _chosen_bytes(problem: Problem) -> int:
+    """Returns the bytes of a value where keys are chosen; else 0."""
+    return problem.value_dim * STORAGE_BYTES[problem.key_storage] if problem.chosen else 0
 
 
 def token_bytes(problem: Problem) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...problem.problem import SPAN, TILE
-from ..language.vector import I1, I64, Function, Module, Value
+from ..language.vector import I1, I16, I64, Function, Module, Value
 from ..memory.records import BLOCK, PLACES, ROW, ROW_AT, STATE_SUMS
 from ..memory.shape import Shape
 from ..products.product import product_of
@@ -33,6 +33,7 @@ from .row_weights import (
     value_tiles,
     weigh,
 )
+from .slots import Choice, choose_tile, locate_chosen
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
 from .task import Box, Work, attention_module, call_at
@@ -54,7 +55,11 @@ class _Parts:
         self.scale_scores = scale_scores(m, s) if leaves_scales else None
         self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
         self.expression = expression_row(m, s, s.program) if s.program else None
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
+        skips = s.program and s.program.may_hide and not s.chosen
+        self.visibility = visibility(m, s, s.program) if skips else None
+        self.choose, self.locate_chosen = (
+            (choose_tile(m, s.chosen_unit), locate_chosen(m)) if s.chosen else (None, None)
+        )
         in_step = s.cached and self.visibility is None and self.scale_scores is None
         self.score_heads = product.flushed(m, score_heads(m, s)) if in_step else None
         self.extent = extent(m, self.visibility) if self.visibility else None
@@ -65,7 +70,7 @@ class _Parts:
 
 def decode_module(s: Shape, symbol: str) -> Module:
     """Writes the kernel for one shape; `symbol` is the region's public name."""
-    return attention_module(_Parts(s), _Task, symbol)
+    return attention_module(_Parts(s), _ChosenTask if s.chosen else _Task, symbol)
 
 
 class _Task(Work):
@@ -75,8 +80,7 @@ class _Task(Work):
         super().__init__(k, parts.shape, parts.visibility, parts.extent)
         self.parts = parts
         a, s, item = self.a, self.s, self.item
-        local = k.p["number"] - item.first
-        self.first_head, self.share = local // item.blocks * a.heads, local % item.blocks
+        self.first_head, self.share = self.head_of_ticket()
         self.group = a.group
         self.rows = item.q_len * self.group
         self.all_rows = self.rows * a.heads
@@ -96,6 +100,11 @@ class _Task(Work):
         self.first_key = item.first_key if s.resumed else k.i64(0)
         self.take(k.i64(0))
         self.positions = self.position(k.i64(0)), self.position(self.rows - 1)
+
+    def head_of_ticket(self) -> tuple[Value, Value]:
+        """Returns the task's first kv head, and which share of its spans it takes."""
+        local, blocks = self.k.p["number"] - self.item.first, self.item.blocks
+        return local // blocks * self.a.heads, local % blocks
 
     def take(self, h: Value) -> None:
         """Turns to the h-th head of the task."""
@@ -410,18 +419,28 @@ class _Task(Work):
         self.count(k.max(k.min(self.row_limit(k.i64(0)) - start, clear), k.i64(0)), count)
         c = self.scale()
         with k.range(0, self.rows) as r:
-            limit = k.max(k.min(self.row_limit(r) - start, count), k.i64(0))
+            limit = self.tile_limit(r, start, count)
             k.store(limit, self.limits, r * 8)
             row, state = self.weights(r), k.at(self.head_span, r * self.state_row)
             if parts.expression is not None:
                 q_head = self.head * self.group + r % self.group
-                where = (start + a.k_start, count, limit, clear, self.item.index, q_head, self.position(r))
+                first, *slots = self.places_of_keys(start)
+                where = (first, count, limit, clear, self.item.index, q_head, self.position(r), *slots)
                 k.call(parts.expression, k.p["a"], self.scratch, row, *where)
             ahead = r * (64 * TILE) + self.s.fetching.cache_bytes
             alpha = k.at(self.alpha, r * 8)
             gone = k.call(parts.weigh, row, state, alpha, limit, count, c, self.v_places, a.v_row, ahead)
             joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
         return joint.get()
+
+    def places_of_keys(self, start: Value) -> list[Value]:
+        """Returns the position of a tile's first key."""
+        return [start + self.a.k_start]
+
+    def tile_limit(self, r: Value, start: Value, count: Value) -> Value:
+        """Counts the keys of a tile that a row sees."""
+        k = self.k
+        return k.max(k.min(self.row_limit(r) - start, count), k.i64(0))
 
     def drop(self, start: Value, count: Value) -> None:
         """Drops weights of every row."""
@@ -479,3 +498,62 @@ class _Task(Work):
             x = k.load(s.vector, self.tile_sums, (r * self.slots + slot) * s.vector_bytes)
             x = product_of(s).settle(k, x, begin)
             k.store(k.fma(k.load(s.vector, at), alpha, x), at)
+
+
+class _ChosenTask(_Task):
+    """All rows of one query of a kv head, which see the keys of a list."""
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        super().__init__(k, parts)
+        self.choice = Choice(self, parts.choose, parts.locate_chosen)
+
+    def item_of(self, number: Value) -> Any:
+        return self.item_of_chosen(number)
+
+    def head_of_ticket(self) -> tuple[Value, Value]:
+        return self.k.p["number"] // self.a.item_count, self.k.i64(0)
+
+    def run(self) -> None:
+        """Takes all rows through the tiles that have chosen keys; merges each span when the next one begins."""
+        k, s = self.k, self.s
+        self.pack()
+        self.take(k.i64(0))
+        self.choice.clear_zeros(self.value_dim * s.key_bytes)
+        self.state, self.spare = self.total, self.span
+        self.clear(self.total)
+        lists = self.item.chosen + self.head * self.a.chosen_head
+        may_hide = s.program is not None and s.program.may_hide
+        with self.choice.tiles(lists, self.row_limit(k.i64(0))) as (start, count, before):
+            with k.when(before >= 0):
+                self.merge(self.span)
+            with k.when(before > -2):
+                self.clear(self.span)
+            self.tile(start, count, k.i64(0) if may_hide else count)
+        with k.when(self.choice.last >= 0):
+            self.merge(self.span)
+        self.end()
+
+    def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
+        """Finds the addresses of a tile's keys or values; no step leads from one to the next."""
+        a = self.a
+        base, page, row = (self.keys, a.k_page, a.k_row) if name == "k" else (self.values, a.v_page, a.v_row)
+        self.choice.locate(places, name == "v", base, page, row, count)
+        return self.k.i64(0)
+
+    def tile_limit(self, r: Value, start: Value, count: Value) -> Value:
+        return count
+
+    def places_of_keys(self, start: Value) -> list[Value]:
+        """Returns the position of the first of all keys, and the slots."""
+        return [self.a.k_start, self.choice.slots]
+
+    def weigh(self, start: Value, count: Value, clear: Value) -> Value:
+        """Makes weights of every row's scores; those of absent keys become zeros of their partners' signs."""
+        k, joint = self.k, super().weigh(start, count, clear)
+        if self.choice.unit > 1:
+            kind = I16 if self.s.weight_elements > 1 else self.s.integer
+            size, sign = (2, -0x8000) if kind is I16 else (self.s.number_bytes, -(1 << 31))
+            with self.choice.each_absent(count) as (slot, partner), k.range(0, self.rows) as r:
+                row = self.weights(r)
+                k.store(k.load(kind, row, partner * size) & sign, row, slot * size)
+        return joint

@@ -27,6 +27,7 @@ from .panel_states import clear_state, copy_state, load_state, merge_states, sto
 from .panel_weights import scale_weights, softmax_tile
 from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
+from .slots import Choice, choose_tile, locate_chosen
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries
 from .task import Seen, attention_module
@@ -40,7 +41,7 @@ class _Parts:
         self.shape = s
         self.module = Module(f"forward_{s.storage}")
         m, product = self.module, product_of(s)
-        self.per_query_streams = per_query_streams(s.program) if s.program else []
+        self.per_query_streams = per_query_streams(s.program) if s.program and not s.chosen else []
         self.score = score_tile(m, s, [lines(x, TILE) for x in self.per_query_streams])
         self.prefetch_addresses = prefetch_addresses(m, s, s.program) if self.per_query_streams else None
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
@@ -48,7 +49,11 @@ class _Parts:
         self.scale_weights = scale_weights(m, s) if s.scale_block else None
         self.value, self.predicated = product.value_tile(m), product.predicated_tile(m)
         self.expression = expression_tile(m, s, s.program) if s.program else None
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
+        skips = s.program and s.program.may_hide and not s.chosen
+        self.visibility = visibility(m, s, s.program) if skips else None
+        self.choose, self.locate_chosen = (
+            (choose_tile(m, s.chosen_unit), locate_chosen(m)) if s.chosen else (None, None)
+        )
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
@@ -62,7 +67,7 @@ class _Parts:
 
 def forward_module(s: Shape, symbol: str) -> Module:
     """Writes the kernel for one shape; `symbol` is the region's public name."""
-    return attention_module(_Parts(s), _Task, symbol)
+    return attention_module(_Parts(s), _ChosenTask if s.chosen else _Task, symbol)
 
 
 class _Task(PanelWork):
@@ -84,7 +89,7 @@ class _Task(PanelWork):
         self.first_key = item.first_key if self.s.resumed else k.i64(0)
         _, position = self.places_of((self.first + self.rows - 1) // a.group, head * a.group)
         self.last = self.limit(position)  # how many keys the last row sees
-        self.goes_on = self.s.partial or self.s.resumed
+        self.goes_on = self.s.partial or self.s.resumed or self.s.chosen
         self.in_total = k.const(1, I1) if self.goes_on else (self.last > SPAN) | self.last.equals(0) | self.several
         self.follows, self.prefetch = find_prefetch(self)
 
@@ -493,10 +498,12 @@ class _Task(PanelWork):
         )
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
-            where = (position, start, high, self.item.index, masked, full, self.fetch)
+            where = (self.first_position(start), start, high, self.item.index, masked, full, self.fetch)
             hides = k.const(1, I1) if s.program.score is not None else (masked > 0) | (full < high)
             with k.when(hides):
+                where = (*where, *self.slots())
                 k.call(parts.expression, k.p["a"], self.scratch, self.scratch, check, lanes, limits, *where)
+        self.hide_absent(high)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
         unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:] * s.scales_weights)
         if parts.drop is not None:
@@ -512,6 +519,18 @@ class _Task(PanelWork):
             first = n * s.scale_block
             columns = first, k.min(k.i64(s.scale_block), a.value_dim - first)
             self.add_values(state, tile, values, seen_keys, scaled, columns)
+
+    def first_position(self, start: Value) -> Value:
+        """Returns the position that keys of a tile are counted from: that of its first one."""
+        return start + self.a.k_start
+
+    def hide_absent(self, count: Value) -> None:
+        """Hides what is in a unit with chosen keys, and is not chosen."""
+        return
+
+    def slots(self) -> list[Value]:
+        """Returns where a tile's keys say which they are; nothing where these lie side by side."""
+        return []
 
     def add_values(
         self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...], weights: Value,
@@ -540,3 +559,73 @@ class _Task(PanelWork):
             add(parts.predicated, k.i64(0), clear, wide)
         add(parts.value, clear, full)
         add(parts.predicated, full, steps, wide)
+
+
+class _ChosenTask(_Task):
+    """One block of the rows of one query of a kv head, which see the keys of a list."""
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        super().__init__(k, parts)
+        self.choice = Choice(self, parts.choose, parts.locate_chosen)
+
+    def item_of(self, number: Value) -> Any:
+        return self.item_of_chosen(number)
+
+    def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
+        a = self.a
+        return number // item.blocks // a.item_count, number % item.blocks * (a.panels * self.s.panel)
+
+    def take_all(self) -> None:
+        """Takes all panels through the tiles that have chosen keys; merges each span when the next one begins."""
+        k, a, s = self.k, self.a, self.s
+        with k.range(0, self.panels) as i:
+            self.pack(Panel(self, i))
+        self.choice.clear_zeros(a.value_dim * s.key_bytes)
+        with self.choice.tiles(self.item.chosen + self.head * a.chosen_head, self.last) as (start, count, before):
+            with k.when(before >= 0):
+                self.merge_span()
+            with k.when(before > -2), k.range(0, self.panels) as i:
+                clear_state(k, s, Panel(self, i).part("span"), a.width + 2)
+            self.tile(start, count)
+        with k.when(self.choice.last >= 0):
+            self.merge_span()
+        self.finish()
+
+    def merge_span(self) -> None:
+        k = self.k
+        with k.range(0, self.panels) as i:
+            panel = Panel(self, i)
+            k.call(self.parts.merge, panel.part("total"), panel.part("span"), self.a.value_dim)
+
+    def tile(self, start: Value, count: Value) -> None:
+        """Takes all panels through the chosen keys of a tile: all rows are of one query, and see them all."""
+        k, zero = self.k, self.k.i64(0)
+        tile = self.stage_tile(start, count)
+        with k.range(0, self.panels) as i:
+            self.panel_tile(Panel(self, i), tile, Seen(zero, count, zero, zero if self.s.hides else count))
+
+    def hide_absent(self, count: Value) -> None:
+        k, s = self.k, self.s
+        if self.choice.unit > 1:
+            with self.choice.each_absent(count) as (slot, _):
+                for v in range(s.vectors):
+                    k.store(k.const(float("-inf"), s.vector), self.scratch, slot * s.row_bytes + s.lane_offset(v))
+
+    def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
+        """Finds the addresses of a tile's keys ("k"), their second part ("rotary") or values ("v")."""
+        k, a = self.k, self.a
+        match name:
+            case "k":
+                base, page, row = self.keys, a.k_page, a.k_row
+            case "v":
+                base, page, row = self.values, a.v_page, a.v_row
+            case _:
+                base, page, row = self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
+        self.choice.locate(places, name == "v", base, page, row, count)
+        return k.i64(0)
+
+    def first_position(self, start: Value) -> Value:
+        return self.a.k_start
+
+    def slots(self) -> list[Value]:
+        return [self.choice.slots]

@@ -1,0 +1,143 @@
+"""Chosen keys: a list of numbers of keys becomes tiles, each with the keys that are chosen of it, side by side.
+
+A slot is a key of such a tile. Where a product sums units of several keys, a unit's other keys have slots, too: the
+number of the first that is chosen, and ABSENT. They score as it does, weigh nothing, and their values are zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ...problem.problem import SPAN, TILE
+from ..language.prototypes import prototype
+from ..language.vector import I32, I64, PTR, Function, Module, Value, vec
+from ..memory.records import AHEAD, ENDLESS, field
+
+ABSENT = 1 << 40  # a bit of a slot
+_NUMBER = ABSENT - 1
+_AT_ONCE = 8
+
+
+def number_of(slot: Value) -> Value:
+    """Returns the number of the key of a slot, or of each of a vector."""
+    return slot & _NUMBER
+
+
+def choose_tile(module: Module, unit: int) -> Any:
+    """Fills slots[] with the chosen keys below `end`, in units of so many keys, then with AHEAD keys that come next.
+
+    Returns how many keys are chosen, and how many slots they take, << 16.
+    """
+    k = module.function("choose_tile", prototype("list* end slots*"), I64)
+    p = k.p
+    taken, filled, opened = k.variable(k.i64(0)), k.variable(k.i64(0)), k.variable(k.i64(-1))
+    with k.forever() as leave_if:
+        key = k.zext(k.load(I32, p["list"], taken.get() * 4), I64)
+        leave_if(key >= p["end"])
+        if unit == 1:
+            k.store(key, p["slots"], taken.get() * 8)
+        else:
+            _fill_unit(k, unit, key, filled, opened)
+        taken.set(taken.get() + 1)
+    count = taken.get() if unit == 1 else filled.get()
+    last = k.zext(k.load(I32, p["list"], (taken.get() - 1) * 4), I64)
+    for n in range(0, AHEAD, _AT_ONCE):
+        wide = vec(I64, _AT_ONCE)
+        later = k.zext(k.load(vec(I32, _AT_ONCE), p["list"], (taken.get() + n) * 4), wide)
+        is_key = later < k.const(2**31 - 1, wide)
+        k.store(k.select(is_key, later, k.splat(last, _AT_ONCE)), p["slots"], (count + n) * 8)
+    return k.finish(taken.get() | count << 16)
+
+
+def _fill_unit(k: Function, unit: int, key: Value, filled: Any, opened: Any) -> None:
+    """Fills the slot of a key; of a new unit also those of the others."""
+    first, slots = key & -unit, k.p["slots"]
+    with k.when(first.differs(opened.get())):
+        for n in range(unit):
+            k.store(key | ABSENT, slots, (filled.get() + n) * 8)
+        filled.set(filled.get() + unit)
+        opened.set(first)
+    k.store(key, slots, (filled.get() - unit + (key - first)) * 8)
+
+
+def locate_chosen(module: Module) -> Any:
+    """places[i] = address of the key or value of slots[i], for all below `count`; `zeros` of what is ABSENT, if there
+    are any.
+    """
+    words = "a* places* pages* base* page_bytes row slots* count zeros*"
+    k = module.function("locate_chosen", prototype(words))
+    p = k.p
+    size, fixed, ring = (k.load(I64, p["a"], field(f"page_{n}")) for n in ("size", "fixed", "ring"))
+    base, zeros = (Value(k, k.b.ptrtoint(p[x].x, I64)) for x in ("base", "zeros"))
+    has_zeros = zeros.differs(0)
+    with k.either(size.equals(ENDLESS)) as (dense, paged):
+        with dense:
+            start = base + k.load(I64, p["pages"]) * p["page_bytes"]
+            wide = vec(I64, _AT_ONCE)
+            with k.range(0, p["count"], _AT_ONCE) as i:
+                slot = k.load(wide, p["slots"], i * 8)
+                address = k.splat(start, _AT_ONCE) + number_of(slot) * k.splat(p["row"], _AT_ONCE)
+                is_absent = (slot >= ABSENT) & k.splat(has_zeros, _AT_ONCE)
+                k.store(k.select(is_absent, k.splat(zeros, _AT_ONCE), address), p["places"], i * 8)
+        with paged, k.range(0, p["count"]) as i:
+            slot = k.load(I64, p["slots"], i * 8)
+            number = number_of(slot)
+            page = number // size
+            place = k.select(page >= fixed, fixed + (page - fixed) % ring, page)
+            inside = (number - page * size) * p["row"]
+            address = base + k.load(I64, p["pages"], place * 8) * p["page_bytes"] + inside
+            k.store(k.select((slot >= ABSENT) & has_zeros, zeros, address), p["places"], i * 8)
+    return k.finish()
+
+
+class Choice:
+    """A task's walk through its list of chosen keys, tile by tile."""
+
+    def __init__(self, task: Any, choose: Any, locate: Any) -> None:
+        self.task, self.k, self.choose, self.locate_slots = task, task.k, choose, locate
+        self.slots, self.zeros = task.part("slots"), task.part("zeros")
+        self.unit = task.s.chosen_unit
+
+    @contextlib.contextmanager
+    def tiles(self, lists: Value, limit: Value) -> Iterator[tuple[Value, Value, Value]]:
+        """Yields of each tile that has keys below `limit` its first key, its slots, and the span before if it begins
+        one (or -1), for which `merge` is due; -2 where it goes on.
+        """
+        k = self.k
+        at, before = k.variable(lists), k.variable(k.i64(-1))
+        with k.forever() as leave_if:
+            key = k.zext(k.load(I32, k.pointer(at.get())), I64)
+            leave_if(key >= limit)
+            start, span = key & -TILE, key // SPAN
+            taken = k.call(self.choose, k.pointer(at.get()), k.min(start + TILE, limit), self.slots)
+            at.set(at.get() + (taken & 0xFFFF) * 4)
+            yield start, taken >> 16, k.select(span.equals(before.get()), k.i64(-2), before.get())
+            before.set(span)
+        self.last = before.get()
+
+    def clear_zeros(self, size: Value) -> None:
+        """Clears what stands for absent values."""
+        if self.unit > 1:
+            k = self.k
+            with k.range(0, size, 64) as at:
+                k.store(k.const(0, vec(I64, 8)), self.zeros, at)
+
+    def locate(self, places: Value, of_values: bool, base: Value, page_bytes: Value, row: Value, count: Value) -> None:
+        """Finds the addresses of the slots of a tile, and of what is fetched ahead."""
+        k = self.k
+        null = Value(k, k.b.inttoptr(k.i64(0).x, PTR))
+        zeros = self.zeros if of_values and self.unit > 1 else null
+        pages = k.pointer(self.task.item.pages)
+        k.call(self.locate_slots, k.p["a"], places, pages, base, page_bytes, row, self.slots, count + AHEAD, zeros)
+
+    def each_absent(self, count: Value) -> Any:
+        """Loops over pairs of slots one of which is absent; yields it and its partner."""
+        return _each_absent(self.k, self.slots, count)
+
+
+@contextlib.contextmanager
+def _each_absent(k: Function, slots: Value, count: Value) -> Iterator[tuple[Value, Value]]:
+    with k.range(0, count) as i, k.when(k.load(I64, slots, i * 8) >= ABSENT):
+        yield i, i ^ 1
