@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..expressions.tracing import Expression, expression
 from .problem import Problem
 
 NONE = 2**31 - 1  # ends a list of keys: no key has this number
-_SLACK = 16  # numbers past the end of a list that kernels may read
+_SLACK = 160  # numbers past the end of a list that kernels may read: of a tile, and what is fetched ahead
 _BITS = 32  # of a word of the mask
 _ROWS = 1 << 24  # entries whose bits are made at once
 
@@ -58,6 +58,14 @@ class Chosen:
             return ((word >> (key & (_BITS - 1))) & 1) != 0
 
         return expression(is_chosen, "mask")
+
+
+def joined(problem: Problem) -> Problem:
+    """Returns the problem with the equal mask in place of chosen keys."""
+    if problem.chosen is None:
+        return problem
+    mask = problem.chosen.mask(problem)
+    return replace(problem, mask=mask if problem.mask is None else problem.mask & mask, chosen=None)
 
 
 class _Bits(Table):

@@ -44,7 +44,6 @@ def prepare_chosen(problem: Problem, rows: Rows, keys: Dense | Paged, threads: i
     of_item = lists.strides[0] if chosen.first is None else 0
     of_row = row if chosen.first is None else row + np.array(chosen.first, np.int64)[item]
     items[:, Item._fields.index("chosen")] = lists.ctypes.data + item * of_item + of_row * lists.strides[2]
-    problem = replace(problem, mask=problem.others, others=None)
     words = words_of(problem, how, rows, keys) | {
         "item_count": len(items), "chosen_head": lists.strides[1] if chosen.has_heads else 0,
     }  # fmt: skip

@@ -19,6 +19,7 @@ from ...expressions.program import Program
 from ...host.forks import importing
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
+from ...problem.chosen import joined
 from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
 from ...problem.prepared import array_places
@@ -68,7 +69,7 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
 
         if takes(problem, keys, isa):
             return prepare_chosen(problem, rows, keys, threads, isa)
-        problem = replace(problem, chosen=None, others=None)
+        problem = joined(problem)
     strides = keys.strides(problem.quantised or problem.key_dtype)
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
     items = items_of(problem, how, rows, keys)

@@ -17,6 +17,7 @@ from ..memory.records import BLOCK, DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, Deco
 
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
 _VISIT = 30_000  # FLOPs of a task for each of many threads, at least: they take tickets one after another
+_CHOSEN = 32  # queries that go through a span of chosen keys together, at most
 _PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
 
 
@@ -312,6 +313,8 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     shares = tasks < enough and threads > 1 and not problem.chosen
     parts = _parts_of(problem, tasks, enough, threads, wants) if shares else 1
     elements = PRODUCTS[product_name(problem, isa)].elements
+    queries = _queries_together(problem, threads, wants) if problem.chosen else 1
+    tasks = -(-tasks // problem.kv_heads // queries) * problem.kv_heads if problem.chosen else tasks
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),
         rows=rows,
@@ -322,12 +325,15 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         scales=count_scales(problem)[1] * (codes_of(problem) == "blocks"),
         lists_scales=problem.quantised is not None and problem.widened is not None,
         chosen=_chosen_bytes(problem),
+        queries=queries,
     )
     if tasks * spans * sizes.states > _PARTIALS:
         parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
     scratch, used = placed(DECODE_SCRATCH, sizes)
     partial = spans * sizes.states if parts > 1 else 0
-    words = {"rows": rows, "heads": together, "slots": sizes.slots, "partial_bytes": partial}
+    words = {
+        "rows": rows, "heads": together, "slots": sizes.slots, "partial_bytes": partial, "queries": queries,
+    }  # fmt: skip
     return Schedule(
         "decode",
         isa,
@@ -343,6 +349,14 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         partial_bytes=partial,
         heads=together,
     )
+
+
+def _queries_together(problem: Problem, threads: int, wants: Decoding) -> int:
+    """Returns the queries of a task over chosen keys: as many as leave enough tasks, and whose states stay in the
+    cache.
+    """
+    queries, enough = len(problem.q_lengths), 2 * wants.tasks * threads
+    return max(1, min(_CHOSEN, queries * problem.kv_heads // enough))
 
 
 def _chosen_bytes(problem: Problem) -> int:

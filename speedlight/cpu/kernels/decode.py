@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...problem.problem import SPAN, TILE
-from ..language.vector import I1, I16, I64, Function, Module, Value
-from ..memory.records import BLOCK, PLACES, ROW, ROW_AT, STATE_SUMS
+from ..language.vector import I1, I16, I32, I64, Function, Module, Value, Variable
+from ..memory.records import BLOCK, ENDLESS, ITEM, ITEM_BYTES, PLACES, ROW, ROW_AT, STATE_SUMS, WALK, Item
 from ..memory.shape import Shape
 from ..products.product import product_of
 from .addresses import locate, stage_scales
@@ -334,7 +334,7 @@ class _Task(Work):
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
-        k, s, parts, a = self.k, self.s, self.parts, self.a
+        k, parts, a = self.k, self.parts, self.a
         with contextlib.nullcontext() if self.in_step is None else k.when(self.in_step ^ 1):
             self.locate(self.k_places, "k", start, count)
             arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
@@ -342,7 +342,11 @@ class _Task(Work):
             if parts.scale_scores is not None:
                 scales = self.scales_of("k", self.k_places, start, count)
                 k.call(parts.scale_scores, self.scratch, scales, count, self.rows)
-        regular = self.locate(self.v_places, "v", start, count)
+        self.add_tile(start, count, clear, self.locate(self.v_places, "v", start, count))
+
+    def add_tile(self, start: Value, count: Value, clear: Value, regular: Value) -> None:
+        """Adds the values of a tile that has been scored; regular: whether they are at one distance."""
+        k, s, parts = self.k, self.s, self.parts
         joint = self.weigh(start, count, clear)
         k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
         self.drop(start, count)
@@ -501,40 +505,108 @@ class _Task(Work):
 
 
 class _ChosenTask(_Task):
-    """All rows of one query of a kv head, which see the keys of a list."""
+    """All rows of some queries of a kv head, each of which sees the keys of a list.
+
+    The queries go through a span one after another, so that its keys are in the caches for all but the first. A query's
+    keys of several tiles are scored at once, then weighed and added tile by tile.
+    """
 
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts)
+        a = self.a
         self.choice = Choice(self, parts.choose, parts.locate_chosen)
+        self.first_query = self.k.p["number"] % self.groups_of_queries() * a.queries
+        self.queries_here = k.min(a.item_count - self.first_query, a.queries)
+        self.places_of_values, self.walks, self.joint_scores = self.v_places, self.part("walks"), self.part("joint")
+
+    def groups_of_queries(self) -> Value:
+        return (self.a.item_count + (self.a.queries - 1)) // self.a.queries
 
     def item_of(self, number: Value) -> Any:
-        return self.item_of_chosen(number)
+        return self.query_of(number % self.groups_of_queries() * self.a.queries)
+
+    def query_of(self, number: Value) -> Any:
+        """Loads the item of a query."""
+        at = self.k.at(self.k.pointer(self.a.items), number * ITEM_BYTES)
+        return Item._make(self.k.load(I64, at, 8 * word) for word in ITEM)
 
     def head_of_ticket(self) -> tuple[Value, Value]:
-        return self.k.p["number"] // self.a.item_count, self.k.i64(0)
+        return self.k.p["number"] // self.groups_of_queries(), self.k.i64(0)
+
+    @contextlib.contextmanager
+    def each_query(self) -> Iterator[Value]:
+        """Loops over the task's queries; yields where the next key of each is, and then the span it is in (or -1)."""
+        k, s = self.k, self.s
+        with k.range(0, self.queries_here) as n:
+            self.item = self.query_of(self.first_query + n)
+            self.take(k.i64(0))
+            self.state_at = n * (self.rows * self.state_row)
+            self.head_queries = k.at(self.queries, n * (self.rows * self.units * s.number_bytes))
+            self.head_span = k.at(self.span, self.state_at)
+            yield k.at(self.walks, n * (WALK.bytes))
 
     def run(self) -> None:
-        """Takes all rows through the tiles that have chosen keys; merges each span when the next one begins."""
-        k, s = self.k, self.s
-        self.pack()
-        self.take(k.i64(0))
+        """Takes all queries through the spans in which any has a chosen key."""
+        k, s, a = self.k, self.s, self.a
         self.choice.clear_zeros(self.value_dim * s.key_bytes)
         self.state, self.spare = self.total, self.span
-        self.clear(self.total)
-        lists = self.item.chosen + self.head * self.a.chosen_head
+        following = k.variable(k.i64(ENDLESS))
+        with self.each_query() as walk:
+            with k.range(0, self.rows) as r:
+                query = k.at(self.head_queries, r * self.units * s.number_bytes)
+                k.call(self.parts.pack, query, self.query("q", r), a.head_dim, self.units, a.q_column, a.flip)
+                clear_row(k, s, k.at(self.total, self.state_at + r * self.state_row), self.slots)
+            lists = self.item.chosen + self.head * a.chosen_head
+            k.store(lists, walk, WALK.offset("next"))
+            following.set(k.min(following.get(), self.next_key(lists)))
+        with k.forever() as leave_if:
+            first = following.get()
+            leave_if(first >= ENDLESS)
+            following.set(k.i64(ENDLESS))
+            with self.each_query() as walk:
+                at = k.variable(k.load(I64, walk, WALK.offset("next")))
+                end = k.min((first & -SPAN) + SPAN, self.row_limit(k.i64(0)))
+                with k.when(self.next_key(at.get()) < end):
+                    with k.range(0, self.rows) as r:
+                        clear_row(k, s, k.at(self.head_span, r * self.state_row), self.slots)
+                    self.take_span(at, end)
+                    with k.range(0, self.rows) as r:
+                        total = k.at(self.total, self.state_at + r * self.state_row)
+                        k.call(self.parts.merge, total, k.at(self.head_span, r * self.state_row), self.slots)
+                    k.store(at.get(), walk, WALK.offset("next"))
+                following.set(k.min(following.get(), self.next_key(at.get())))
+        with self.each_query(), k.range(0, self.rows) as r:
+            self.finish(r)
+
+    def next_key(self, at: Value) -> Value:
+        """Returns the number of a query's next key, ENDLESS if it sees no more."""
+        k = self.k
+        key = k.zext(k.load(I32, k.pointer(at)), I64)
+        return k.select(key < self.row_limit(k.i64(0)), key, k.i64(ENDLESS))
+
+    def take_span(self, at: Variable, end: Value) -> None:
+        """Takes the rows of a query through its keys below `end`, of one span, as many tiles at once as have slots."""
+        k, s, a, choice = self.k, self.s, self.a, self.choice
         may_hide = s.program is not None and s.program.may_hide
-        with self.choice.tiles(lists, self.row_limit(k.i64(0))) as (start, count, before):
-            with k.when(before >= 0):
-                self.merge(self.span)
-            with k.when(before > -2):
-                self.clear(self.span)
-            self.tile(start, count, k.i64(0) if may_hide else count)
-        with k.when(self.choice.last >= 0):
-            self.merge(self.span)
-        self.end()
+        with k.forever() as leave_if:
+            leave_if(self.next_key(at.get()) >= end)
+            tiles, slots = choice.fill(at, end)
+            self.v_places = self.places_of_values
+            choice.begin(k.i64(0))
+            self.locate(self.k_places, "k", k.i64(0), slots)
+            arguments = (self.head_queries, self.k_places, a.k_row, slots, self.units, self.rows, a.head_dim)
+            k.call(self.parts.score, self.joint_scores, *arguments)
+            self.locate(self.v_places, "v", k.i64(0), slots)
+            with choice.each_tile(tiles) as (first, count):
+                with k.range(0, self.rows) as r, k.range(0, count, s.lanes) as j:
+                    x = k.load(s.vector, self.joint_scores, r * score_row(s) + (first + j) * s.number_bytes)
+                    k.store(x, self.scratch, r * score_row(s) + j * s.number_bytes)
+                choice.begin(first)
+                self.v_places = k.at(self.places_of_values, first * 8)
+                self.add_tile(k.i64(0), count, k.i64(0) if may_hide else count, k.i64(0))
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """Finds the addresses of a tile's keys or values; no step leads from one to the next."""
+        """Finds the addresses of keys or values of slots; no step leads from one to the next."""
         a = self.a
         base, page, row = (self.keys, a.k_page, a.k_row) if name == "k" else (self.values, a.v_page, a.v_row)
         self.choice.locate(places, name == "v", base, page, row, count)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...problem.problem import SPAN, TILE
 from ..language.prototypes import prototype
-from ..language.vector import I32, I64, PTR, Function, Module, Value, vec
+from ..language.vector import I32, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.records import AHEAD, ENDLESS, field
 
 ABSENT = 1 << 40  # a bit of a slot
@@ -97,7 +97,8 @@ class Choice:
 
     def __init__(self, task: Any, choose: Any, locate: Any) -> None:
         self.task, self.k, self.choose, self.locate_slots = task, task.k, choose, locate
-        self.slots, self.zeros = task.part("slots"), task.part("zeros")
+        self.base = self.slots = task.part("slots")
+        self.zeros, self.counts = task.part("zeros"), self.k.buffer(I64, SPAN // TILE)
         self.unit = task.s.chosen_unit
 
     @contextlib.contextmanager
@@ -116,6 +117,41 @@ class Choice:
             yield start, taken >> 16, k.select(span.equals(before.get()), k.i64(-2), before.get())
             before.set(span)
         self.last = before.get()
+
+    def fill(self, at: Variable, end: Value) -> tuple[Value, Value]:
+        """Fills slots with the keys below `end`, from the list's next one on, of as many whole tiles as have room.
+
+        Returns how many tiles, each of whose slots `counts` has, and how many slots these are.
+        """
+        k = self.k
+        tiles, filled = k.variable(k.i64(0)), k.variable(k.i64(0))
+        with k.forever() as leave_if:
+            key = k.zext(k.load(I32, k.pointer(at.get())), I64)
+            leave_if(key >= end)
+            past = k.min((key & -TILE) + TILE, end)
+            room = (k.i64(TILE) - filled.get()) // self.unit  # keys that have room in any case
+            is_full = k.zext(k.load(I32, k.pointer(at.get()), room * 4), I64) < past
+            leave_if(is_full & (filled.get() > 0))
+            taken = k.call(self.choose, k.pointer(at.get()), past, k.at(self.base, filled.get() * 8))
+            at.set(at.get() + (taken & 0xFFFF) * 4)
+            k.store(taken >> 16, self.counts, tiles.get() * 8)
+            tiles.set(tiles.get() + 1)
+            filled.set(filled.get() + (taken >> 16))
+        return tiles.get(), filled.get()
+
+    @contextlib.contextmanager
+    def each_tile(self, tiles: Value) -> Iterator[tuple[Value, Value]]:
+        """Loops over the tiles that were filled; yields the first slot of each, and how many it has."""
+        k = self.k
+        first = k.variable(k.i64(0))
+        with k.range(0, tiles) as n:
+            count = k.load(I64, self.counts, n * 8)
+            yield first.get(), count
+            first.set(first.get() + count)
+
+    def begin(self, first: Value) -> None:
+        """Turns to the slots from this one on."""
+        self.slots = self.k.at(self.base, first * 8)
 
     def clear_zeros(self, size: Value) -> None:
         """Clears what stands for absent values."""

@@ -252,18 +252,20 @@ class DecodeSizes(NamedTuple):
     scales: int  # of a value, where they are of blocks of columns; else 0
     lists_scales: bool  # codes lie in arrays, and their scales in others
     chosen: int = 0  # bytes of a value, where keys are chosen
+    queries: int = 1  # of a task over chosen keys
 
     @property
     def states(self) -> int:
         """Bytes of a state for every row of every head: max, sum, then the accumulator in slots of one vector."""
-        return self.heads * self.rows * (self.slots + 1) * self.vector
+        return self.queries * self.heads * self.rows * (self.slots + 1) * self.vector
 
 
 # what a tile leaves of each row: the factor of what came before, the sum of weights, keys seen
 ROW = Record("alpha", "sum", "limit")
+WALK = Record("next")  # of a query: where in its list the next chosen key is
 DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "scores": lambda z: z.heads * z.rows * TILE * z.number,  # [heads, rows, TILE], then weights in their place
-    "queries": lambda z: z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
+    "queries": lambda z: z.queries * z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
     "sums": lambda z: z.rows * z.slots * z.vector,  # [rows, slots] of a tile's values
     "span": lambda z: z.states,
     "total": lambda z: z.states,
@@ -273,6 +275,8 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "scales": lambda z: z.lists_scales * TILE * 4,  # of a tile's keys, or of its values, where they lie in arrays
     "slots": lambda z: (z.chosen > 0) * SLOTS * 8,  # of the chosen keys of a tile
     "zeros": lambda z: z.chosen,  # a value
+    "walks": lambda z: (z.chosen > 0) * z.queries * WALK.bytes,  # of each query
+    "joint": lambda z: (z.chosen > 0) * (z.rows * TILE * z.number + 64),  # [rows, TILE] scores of some tiles
 }
 
 # what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left
@@ -404,6 +408,7 @@ STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for
 DECODE = Record(
     *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new",
     "states", "state_head", "leaves",  # as FORWARD has them
+    "queries",  # of a task over chosen keys
 )  # fmt: skip
 # new for each call, as CALL
 STATES = {
