@@ -57,9 +57,9 @@ class _Parts:
         self.expression = expression_row(m, s, s.program) if s.program else None
         skips = s.program and s.program.may_hide and not s.chosen
         self.visibility = visibility(m, s, s.program) if skips else None
-        self.choose, self.locate_chosen = (
-            (choose_tile(m, s.chosen_unit), locate_chosen(m)) if s.chosen else (None, None)
-        )
+        self.choose = choose_tile(m, s.chosen_unit) if s.chosen else None
+        self.choose_keys = choose_tile(m, 1) if s.chosen and s.chosen_unit > 1 else None
+        self.locate_chosen = locate_chosen(m) if s.chosen else None
         in_step = s.cached and self.visibility is None and self.scale_scores is None
         self.score_heads = product.flushed(m, score_heads(m, s)) if in_step else None
         self.extent = extent(m, self.visibility) if self.visibility else None
@@ -514,7 +514,7 @@ class _ChosenTask(_Task):
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts)
         a = self.a
-        self.choice = Choice(self, parts.choose, parts.locate_chosen)
+        self.choice = Choice(self, parts.choose, parts.locate_chosen, parts.choose_keys)
         self.first_query = self.k.p["number"] % self.groups_of_queries() * a.queries
         self.queries_here = k.min(a.item_count - self.first_query, a.queries)
         self.places_of_values, self.walks, self.joint_scores = self.v_places, self.part("walks"), self.part("joint")
@@ -590,27 +590,34 @@ class _ChosenTask(_Task):
         may_hide = s.program is not None and s.program.may_hide
         with k.forever() as leave_if:
             leave_if(self.next_key(at.get()) >= end)
-            tiles, slots = choice.fill(at, end)
-            self.v_places = self.places_of_values
-            choice.begin(k.i64(0))
-            self.locate(self.k_places, "k", k.i64(0), slots)
-            arguments = (self.head_queries, self.k_places, a.k_row, slots, self.units, self.rows, a.head_dim)
+            tiles, slots, keys = choice.fill(at, end)
+            choice.locate(self.k_places, False, self.keys, a.k_page, a.k_row, keys, choice.keys)
+            arguments = (self.head_queries, self.k_places, a.k_row, keys, self.units, self.rows, a.head_dim)
             k.call(self.parts.score, self.joint_scores, *arguments)
-            self.locate(self.v_places, "v", k.i64(0), slots)
+            places = self.places_of_values
+            choice.locate(places, True, self.values, a.v_page, a.v_row, slots, choice.base)
+            first_key = k.variable(k.i64(0))
             with choice.each_tile(tiles) as (first, count):
-                with k.range(0, self.rows) as r, k.range(0, count, s.lanes) as j:
-                    x = k.load(s.vector, self.joint_scores, r * score_row(s) + (first + j) * s.number_bytes)
-                    k.store(x, self.scratch, r * score_row(s) + j * s.number_bytes)
+                self.spread_scores(first_key, first, count)
                 choice.begin(first)
                 self.v_places = k.at(self.places_of_values, first * 8)
                 self.add_tile(k.i64(0), count, k.i64(0) if may_hide else count, k.i64(0))
 
-    def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """Finds the addresses of keys or values of slots; no step leads from one to the next."""
-        a = self.a
-        base, page, row = (self.keys, a.k_page, a.k_row) if name == "k" else (self.values, a.v_page, a.v_row)
-        self.choice.locate(places, name == "v", base, page, row, count)
-        return self.k.i64(0)
+    def spread_scores(self, first_key: Variable, first: Value, count: Value) -> None:
+        """Copies the scores of a tile's slots; an absent key scores as its partner does."""
+        k, s = self.k, self.s
+        if self.choice.unit == 1:
+            with k.range(0, self.rows) as r, k.range(0, count, s.lanes) as j:
+                x = k.load(s.vector, self.joint_scores, r * score_row(s) + (first + j) * s.number_bytes)
+                k.store(x, self.scratch, r * score_row(s) + j * s.number_bytes)
+            return
+
+        def move(key: Value, slot: Value) -> None:
+            with k.range(0, self.rows) as r:
+                x = k.load(s.number, self.joint_scores, r * score_row(s) + key * s.number_bytes)
+                k.store(x, self.scratch, r * score_row(s) + slot * s.number_bytes)
+
+        self.choice.spread(first_key, first, count, move)
 
     def tile_limit(self, r: Value, start: Value, count: Value) -> Value:
         return count

@@ -621,7 +621,7 @@ class _ChosenTask(_Task):
                 base, page, row = self.values, a.v_page, a.v_row
             case _:
                 base, page, row = self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
-        self.choice.locate(places, name == "v", base, page, row, count)
+        self.choice.locate(places, name == "v", base, page, row, count, self.choice.slots)
         return k.i64(0)
 
     def first_position(self, start: Value) -> Value:

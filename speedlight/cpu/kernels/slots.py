@@ -7,7 +7,7 @@ number of the first that is chosen, and ABSENT. They score as it does, weigh not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...problem.problem import SPAN, TILE
@@ -30,7 +30,7 @@ def choose_tile(module: Module, unit: int) -> Any:
 
     Returns how many keys are chosen, and how many slots they take, << 16.
     """
-    k = module.function("choose_tile", prototype("list* end slots*"), I64)
+    k = module.function(f"choose_{unit}", prototype("list* end slots*"), I64)
     p = k.p
     taken, filled, opened = k.variable(k.i64(0)), k.variable(k.i64(0)), k.variable(k.i64(-1))
     with k.forever() as leave_if:
@@ -95,9 +95,10 @@ def locate_chosen(module: Module) -> Any:
 class Choice:
     """A task's walk through its list of chosen keys, tile by tile."""
 
-    def __init__(self, task: Any, choose: Any, locate: Any) -> None:
-        self.task, self.k, self.choose, self.locate_slots = task, task.k, choose, locate
+    def __init__(self, task: Any, choose: Any, locate: Any, choose_keys: Any = None) -> None:
+        self.task, self.k, self.choose, self.locate_slots, self.choose_keys = task, task.k, choose, locate, choose_keys
         self.base = self.slots = task.part("slots")
+        self.keys = self.base if choose_keys is None else task.part("keys")
         self.zeros, self.counts = task.part("zeros"), self.k.buffer(I64, SPAN // TILE)
         self.unit = task.s.chosen_unit
 
@@ -118,13 +119,14 @@ class Choice:
             before.set(span)
         self.last = before.get()
 
-    def fill(self, at: Variable, end: Value) -> tuple[Value, Value]:
-        """Fills slots with the keys below `end`, from the list's next one on, of as many whole tiles as have room.
+    def fill(self, at: Variable, end: Value) -> tuple[Value, Value, Value]:
+        """Fills slots with the keys below `end`, from the list's next one on, of as many whole tiles as have room; and
+        `keys` with the keys alone.
 
-        Returns how many tiles, each of whose slots `counts` has, and how many slots these are.
+        Returns how many tiles, each of whose slots `counts` has, how many slots these are, and how many keys.
         """
         k = self.k
-        tiles, filled = k.variable(k.i64(0)), k.variable(k.i64(0))
+        tiles, filled, keys = (k.variable(k.i64(0)) for _ in range(3))
         with k.forever() as leave_if:
             key = k.zext(k.load(I32, k.pointer(at.get())), I64)
             leave_if(key >= end)
@@ -133,11 +135,25 @@ class Choice:
             is_full = k.zext(k.load(I32, k.pointer(at.get()), room * 4), I64) < past
             leave_if(is_full & (filled.get() > 0))
             taken = k.call(self.choose, k.pointer(at.get()), past, k.at(self.base, filled.get() * 8))
+            if self.unit > 1:
+                k.call(self.choose_keys, k.pointer(at.get()), past, k.at(self.keys, keys.get() * 8))
+            keys.set(keys.get() + (taken & 0xFFFF))
             at.set(at.get() + (taken & 0xFFFF) * 4)
             k.store(taken >> 16, self.counts, tiles.get() * 8)
             tiles.set(tiles.get() + 1)
             filled.set(filled.get() + (taken >> 16))
-        return tiles.get(), filled.get()
+        return tiles.get(), filled.get(), keys.get()
+
+    def spread(self, first_key: Variable, first: Value, count: Value, move: Callable[[Value, Value], None]) -> None:
+        """Calls move(key, slot) for the slots of a tile, from `first` on: `key` is the number, among all keys, of what
+        is chosen of the slot's unit; `first_key` goes on.
+        """
+        k = self.k
+        with k.range(0, count) as slot:
+            is_absent = k.load(I64, self.base, (first + slot) * 8) >= ABSENT
+            after = is_absent & (slot & 1).differs(0)
+            move(first_key.get() - k.zext(after, I64), slot)
+            first_key.set(first_key.get() + k.zext(is_absent ^ 1, I64))
 
     @contextlib.contextmanager
     def each_tile(self, tiles: Value) -> Iterator[tuple[Value, Value]]:
@@ -160,13 +176,15 @@ class Choice:
             with k.range(0, size, 64) as at:
                 k.store(k.const(0, vec(I64, 8)), self.zeros, at)
 
-    def locate(self, places: Value, of_values: bool, base: Value, page_bytes: Value, row: Value, count: Value) -> None:
-        """Finds the addresses of the slots of a tile, and of what is fetched ahead."""
+    def locate(
+        self, places: Value, of_values: bool, base: Value, page_bytes: Value, row: Value, count: Value, slots: Value
+    ) -> None:
+        """Finds the addresses of slots, or of keys alone, and of what is fetched ahead."""
         k = self.k
         null = Value(k, k.b.inttoptr(k.i64(0).x, PTR))
         zeros = self.zeros if of_values and self.unit > 1 else null
         pages = k.pointer(self.task.item.pages)
-        k.call(self.locate_slots, k.p["a"], places, pages, base, page_bytes, row, self.slots, count + AHEAD, zeros)
+        k.call(self.locate_slots, k.p["a"], places, pages, base, page_bytes, row, slots, count + AHEAD, zeros)
 
     def each_absent(self, count: Value) -> Any:
         """Loops over pairs of slots one of which is absent; yields it and its partner."""

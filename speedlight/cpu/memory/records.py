@@ -274,6 +274,7 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "scaled": lambda z: z.scales * z.rows * TILE * z.number,  # [scale, rows, TILE] weights times scales
     "scales": lambda z: z.lists_scales * TILE * 4,  # of a tile's keys, or of its values, where they lie in arrays
     "slots": lambda z: (z.chosen > 0) * SLOTS * 8,  # of the chosen keys of a tile
+    "keys": lambda z: (z.chosen > 0) * SLOTS * 8,  # … without those that are absent
     "zeros": lambda z: z.chosen,  # a value
     "walks": lambda z: (z.chosen > 0) * z.queries * WALK.bytes,  # of each query
     "joint": lambda z: (z.chosen > 0) * (z.rows * TILE * z.number + 64),  # [rows, TILE] scores of some tiles
