@@ -11,10 +11,12 @@ import numpy as np
 from ..arrays.array import is_masked
 from ..arrays.torch_tensors import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, pass_on
+from ..expressions.program import hiding_condition
 from ..expressions.symbols import Symbol
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
-from .problem import Problem
+from .problem import TILE, Problem
+from .work import Work
 
 NONE = 2**31 - 1  # ends a list of keys: no key has this number
 _SLACK = 160  # numbers past the end of a list that kernels may read: of a tile, and what is fetched ahead
@@ -58,6 +60,54 @@ class Chosen:
             return ((word >> (key & (_BITS - 1))) & 1) != 0
 
         return expression(is_chosen, "mask")
+
+
+def work_of(problem: Problem, panel: int, unit: int) -> Work:
+    """Counts the work of a call that reads chosen keys alone, in units of so many, on panels of so many rows."""
+    chosen, heads = problem.chosen, problem.kv_heads
+    lists, full, keys, pairs = chosen.lists, 0, 0, 0
+    for item, (q_len, k_len, start) in enumerate(
+        zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)
+    ):
+        place, row = chosen.place_of(item)
+        seen = lists[place, :, row : row + q_len]
+        ends = np.full((q_len, 1), k_len)
+        if problem.causal:
+            ends = np.minimum(ends, start - problem.k_start + 1 + np.arange(q_len)[:, None])
+        visible = seen < ends
+        pairs += int(np.count_nonzero(visible))
+        full += _count_distinct(seen // TILE, visible)
+        keys += _count_distinct(seen // unit, visible) * unit
+    times = 1 if chosen.has_heads else heads
+    panels = -(-problem.group // panel)
+    hides = problem.mask is not None or hiding_condition(problem.roots[1]) is not None
+    whole = 0 if hides or unit > 1 else full * times * panels
+    return Work(
+        visible_pairs=None if hides else pairs * times * problem.group,
+        full=whole,
+        mixed=full * times * panels - whole,
+        skipped=0,
+        panel_keys=keys * times * panels,
+        mixed_keys=0 if whole else keys * times * panels,
+    )
+
+
+def read_share(problem: Problem) -> float:
+    """Returns the share of all keys that any query has chosen."""
+    chosen, found = problem.chosen, 0
+    for item, q_len in enumerate(problem.q_lengths):
+        place, row = chosen.place_of(item)
+        for lists in chosen.lists[place, :, row : row + q_len]:
+            found += len(np.unique(lists[lists < problem.k_lengths[item]]))
+    total = sum(problem.k_lengths) * (chosen.lists.shape[1])
+    return found / total if total else 0.0
+
+
+def _count_distinct(groups: np.ndarray, visible: np.ndarray) -> int:
+    """Counts the different groups of each list that are visible; lists ascend, so that alike ones adjoin."""
+    first = visible.copy()
+    first[..., 1:] &= groups[..., 1:] != groups[..., :-1]
+    return int(np.count_nonzero(first))
 
 
 def joined(problem: Problem) -> Problem:

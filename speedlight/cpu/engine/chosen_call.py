@@ -7,52 +7,64 @@ from dataclasses import replace
 import numpy as np
 
 from ...host.machine import PRODUCTS, Isa, number_bytes
-from ...problem.operands import Dense, Rows
+from ...problem.operands import Dense, Rows, Strides
 from ...problem.problem import LAYOUTS, Problem
 from ...problem.results import ResultLayout
 from ..memory.operands import Paged, columns_of_keys
 from ..memory.records import Item
+from ..memory.shape import Shape
 from ..runtime.tuned import tuning_of
-from .forward_call import Call, words_of
-from .schedule import product_name, schedule
+from .forward_call import Call, program_of, shape_of, words_of
+from .schedule import Schedule, product_name, schedule
 
 _NO_UPCOMING = "upcoming", "q_lines", "out_lines", "k_lines", "v_lines", "next_positions", "next_keys"
 
 
-def takes(problem: Problem, keys: Dense | Paged, isa: Isa) -> bool:
+def takes(problem: Problem, keys: Dense | Paged | None, isa: Isa) -> bool:
     """Returns whether chosen keys alone are read: they lie in arrays, or in pages of rows, as numbers."""
     if problem.dropout or problem.partial or problem.quantised or (isinstance(keys, Paged) and keys.pages.lanes):
         return False
     return PRODUCTS[product_name(problem, isa)].together == 1
 
 
+def kernel_of_chosen(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:
+    """Returns the schedule of a call of chosen keys, and its kernel's shape."""
+    item, row, is_used = _queries_of(problem)
+    at, counts = _lists_of(problem, item, row), problem.chosen.counts.max(axis=1).reshape(-1)
+    each = tuple(np.where(is_used, counts[np.where(is_used, at, 0)], 0).tolist()) if len(counts) else ()
+    ones = (1,) * len(item)
+    single = replace(problem, q_lengths=ones, k_lengths=each, q_starts=(0,) * len(item), rows=None)
+    how = schedule(single, isa, threads, strides._replace(is_paged=True), tuning_of(isa))
+    return how, shape_of(problem, how, program_of(problem), in_parts=strides.in_parts, chosen=True)
+
+
 def prepare_chosen(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
     """Prepares a call of chosen keys: everything that addresses don't change."""
-    chosen = problem.chosen
-    strides = keys.strides(problem.key_dtype)._replace(is_paged=True)
-    counts = chosen.counts.max(axis=1).reshape(-1)
-    item, row, is_used = _queries_of(problem)
-    at = item * (chosen.lists.shape[2] if chosen.first is None else 0) + row
-    if chosen.first is not None:
-        at += np.array(chosen.first, np.int64)[item]
-    at = np.where(is_used, at, 0)
-    each = tuple(np.where(is_used, counts[at], 0).tolist()) if len(counts) else ()
-    single = replace(problem, q_lengths=(1,) * len(item), k_lengths=each, q_starts=(0,) * len(item), rows=None)
-    how = schedule(single, isa, threads, strides, tuning_of(isa))
-    items = _items_of(problem, rows, keys, (item, row, is_used), -(-problem.group // how.block_rows))
+    chosen, strides = problem.chosen, keys.strides(problem.key_dtype)
+    how, _ = kernel_of_chosen(problem, strides, threads, isa)
+    queries = _queries_of(problem)
+    items = _items_of(problem, rows, keys, queries, -(-problem.group // how.block_rows))
     lists = chosen.lists
-    of_item = lists.strides[0] if chosen.first is None else 0
-    of_row = row if chosen.first is None else row + np.array(chosen.first, np.int64)[item]
-    items[:, Item._fields.index("chosen")] = lists.ctypes.data + item * of_item + of_row * lists.strides[2]
+    at = _lists_of(problem, *queries[:2])
+    by_item = lists.shape[2]
+    places = at // by_item * lists.strides[0] + at % by_item * lists.strides[2] if by_item else at
+    items[:, Item._fields.index("chosen")] = lists.ctypes.data + places
     words = words_of(problem, how, rows, keys) | {
         "item_count": len(items), "chosen_head": lists.strides[1] if chosen.has_heads else 0,
     }  # fmt: skip
     words = {name: x for name, x in words.items() if name not in _NO_UPCOMING}
     form = ResultLayout.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
-    in_parts = words.get("latent_dim", 0) > 0
-    call = Call(problem, how, words, items, form, strides, in_parts=in_parts, chosen=True)
+    call = Call(problem, how, words, items, form, strides, in_parts=strides.in_parts, chosen=True)
     call.machine = threads, isa.name
     return call
+
+
+def _lists_of(problem: Problem, item: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """Returns the number of each query's lists, among those of all items and rows."""
+    chosen = problem.chosen
+    if chosen.first is not None:
+        return row + np.array(chosen.first, np.int64)[item]
+    return item * chosen.lists.shape[2] + row
 
 
 def _queries_of(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -19,13 +19,13 @@ from ...expressions.program import Program
 from ...host.forks import importing
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
-from ...problem.chosen import joined
+from ...problem.chosen import joined, read_share, work_of
 from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
 from ...problem.prepared import array_places
 from ...problem.problem import LAYOUTS, TILE, Problem
 from ...problem.results import ResultLayout
-from ...problem.work import all_pairs
+from ...problem.work import all_pairs, count, key_bytes
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
 from ..memory.records import (
@@ -88,10 +88,28 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     with importing:
         from ...problem.plan import Run, plan_of
 
-    how, shape = kernel_of_problem(problem, strides, threads, current_isa())
+    work, share = None, 1.0
+    if problem.chosen is not None:
+        with importing:
+            from .chosen_call import kernel_of_chosen, takes
+
+        isa = current_isa()
+        if takes(problem, None, isa):
+            how, shape = kernel_of_chosen(problem, strides, threads, isa)
+            work, share = work_of(problem, how.panel, shape.chosen_unit), read_share(problem)
+        problem = joined(problem)
+    if work is None:
+        how, shape = kernel_of_problem(problem, strides, threads, current_isa())
+    elif exact and work.visible_pairs is None:
+        work = work._replace(visible_pairs=count(problem, how.panel, exact=True).visible_pairs)
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes, how.tuning.origin)
     measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
-    return plan_of(problem, run, measured, partial(_balance, problem, how), exact=exact)
+    balance = partial(_balance, problem, how) if work is None else lambda: None
+    found = plan_of(problem, run, measured, balance, exact=exact, work=work)
+    if work is None:
+        return found
+    of_keys = key_bytes(problem)
+    return replace(found, bytes_read=found.bytes_read - of_keys + round(share * of_keys))
 
 
 def _balance(problem: Problem, how: Schedule) -> Balance | None:
@@ -112,10 +130,10 @@ def measured_roofs(isa: Isa, storage: str, threads: int, *, gradients: bool = Fa
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:
     """Returns a problem's schedule over arrays, and its kernel's shape; for any vector unit, this machine's or not."""
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
-    return how, _shape(problem, how, program_of(problem))
+    return how, shape_of(problem, how, program_of(problem))
 
 
-def _shape(
+def shape_of(
     problem: Problem, how: Schedule, program: Any, *, cached: bool = False, latent: bool = False,
     in_parts: bool = False, resumed: bool = False, chosen: bool = False,
 ) -> Shape:  # fmt: skip
@@ -148,7 +166,7 @@ class Call:
         if "upcoming" in words:
             words["upcoming"] = threads
         self.launch = Launch(
-            _shape(
+            shape_of(
                 problem, how, program, cached=cached, latent=latent, in_parts=in_parts, resumed=resumed, chosen=chosen
             ),
             ARGUMENTS[how.kind],
