@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...host.machine import PRODUCTS, Isa, number_bytes
+from ...host.machine import PRODUCTS, Isa, current_isa, number_bytes
+from ...problem.chosen import joined, read_share, work_of
 from ...problem.operands import Dense, Rows, Strides
 from ...problem.problem import LAYOUTS, Problem
 from ...problem.results import ResultLayout
+from ...problem.work import count, key_bytes
 from ..memory.operands import Paged, columns_of_keys
 from ..memory.records import Item
 from ..memory.shape import Shape
 from ..runtime.tuned import tuning_of
-from .forward_call import Call, program_of, shape_of, words_of
+from .forward_call import Call, plan_of_kernel, program_of, shape_of, words_of
 from .schedule import Schedule, product_name, schedule
+
+if TYPE_CHECKING:
+    from ...problem.plan import Plan
 
 _NO_UPCOMING = "upcoming", "q_lines", "out_lines", "k_lines", "v_lines", "next_positions", "next_keys"
 
@@ -36,6 +42,17 @@ def kernel_of_chosen(problem: Problem, strides: Strides, threads: int, isa: Isa)
     single = replace(problem, q_lengths=ones, k_lengths=each, q_starts=(0,) * len(item), rows=None)
     how = schedule(single, isa, threads, strides._replace(is_paged=True), tuning_of(isa))
     return how, shape_of(problem, how, program_of(problem), in_parts=strides.in_parts, chosen=True)
+
+
+def plan_chosen(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
+    """Returns the plan of a call of chosen keys on this machine."""
+    how, shape = kernel_of_chosen(problem, strides, threads, current_isa())
+    work, of_keys, share = work_of(problem, how.panel, shape.chosen_unit), key_bytes(problem), read_share(problem)
+    whole = joined(problem)
+    if exact and work.visible_pairs is None:
+        work = work._replace(visible_pairs=count(whole, how.panel, exact=True).visible_pairs)
+    found = plan_of_kernel(whole, how, shape, exact=exact, work=work)
+    return replace(found, bytes_read=found.bytes_read - of_keys + round(share * of_keys))
 
 
 def prepare_chosen(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:

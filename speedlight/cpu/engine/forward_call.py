@@ -19,13 +19,13 @@ from ...expressions.program import Program
 from ...host.forks import importing
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
-from ...problem.chosen import joined, read_share, work_of
+from ...problem.chosen import joined
 from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
 from ...problem.prepared import array_places
 from ...problem.problem import LAYOUTS, TILE, Problem
 from ...problem.results import ResultLayout
-from ...problem.work import all_pairs, count, key_bytes
+from ...problem.work import Work, all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
 from ..memory.records import (
@@ -85,31 +85,28 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
     """Returns the plan of a call on this machine."""
+    if problem.chosen is not None:
+        with importing:
+            from .chosen_call import plan_chosen, takes
+
+        if takes(problem, None, current_isa()):
+            return plan_chosen(problem, strides, threads, exact=exact)
+        problem = joined(problem)
+    how, shape = kernel_of_problem(problem, strides, threads, current_isa())
+    return plan_of_kernel(problem, how, shape, partial(_balance, problem, how), exact=exact)
+
+
+def plan_of_kernel(
+    problem: Problem, how: Schedule, shape: Shape, simulated: Any = None, *, exact: bool = False,
+    work: Work | None = None,
+) -> Plan:  # fmt: skip
+    """Returns the plan of a call that a kernel runs; work: where it is not that of the whole problem."""
     with importing:
         from ...problem.plan import Run, plan_of
 
-    work, share = None, 1.0
-    if problem.chosen is not None:
-        with importing:
-            from .chosen_call import kernel_of_chosen, takes
-
-        isa = current_isa()
-        if takes(problem, None, isa):
-            how, shape = kernel_of_chosen(problem, strides, threads, isa)
-            work, share = work_of(problem, how.panel, shape.chosen_unit), read_share(problem)
-        problem = joined(problem)
-    if work is None:
-        how, shape = kernel_of_problem(problem, strides, threads, current_isa())
-    elif exact and work.visible_pairs is None:
-        work = work._replace(visible_pairs=count(problem, how.panel, exact=True).visible_pairs)
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes, how.tuning.origin)
     measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
-    balance = partial(_balance, problem, how) if work is None else lambda: None
-    found = plan_of(problem, run, measured, balance, exact=exact, work=work)
-    if work is None:
-        return found
-    of_keys = key_bytes(problem)
-    return replace(found, bytes_read=found.bytes_read - of_keys + round(share * of_keys))
+    return plan_of(problem, run, measured, simulated, exact=exact, work=work)
 
 
 def _balance(problem: Problem, how: Schedule) -> Balance | None:

@@ -14,6 +14,8 @@ from ...problem.problem import SPAN, TILE
 from ..language.prototypes import prototype
 from ..language.vector import I32, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.records import AHEAD, ENDLESS, field
+from ..memory.shape import Shape
+from .softmax import combined_by
 
 ABSENT = 1 << 40  # a bit of a slot
 _NUMBER = ABSENT - 1
@@ -92,32 +94,40 @@ def locate_chosen(module: Module) -> Any:
     return k.finish()
 
 
+def spread_tile(module: Module, s: Shape) -> Any:
+    """scores[slot, panel] = joint[key, panel] of the slots of a tile; an absent key scores as its partner does.
+
+    check is as score_tile leaves it. key: the number, among all that were scored, of the first; returns that of the
+    next tile's first.
+    """
+    k = module.function("spread_tile", prototype("joint* scores* check* slots* key count"), I64)
+    p, starts, combine = k.p, (float("-inf"), 0.0, float("inf")), combined_by(k, s)
+    found = [[k.variable(k.const(x, s.vector)) for x in starts] for _ in range(s.vectors)]
+    key = k.variable(p["key"])
+    with k.range(0, p["count"]) as slot:
+        is_absent = k.load(I64, p["slots"], slot * 8) >= ABSENT
+        row = key.get() - k.zext(is_absent & (slot & 1).differs(0), I64)
+        for v in range(s.vectors):
+            x = k.load(s.vector, p["joint"], row * s.row_bytes + s.lane_offset(v))
+            k.store(x, p["scores"], slot * s.row_bytes + s.lane_offset(v))
+            for variable, of in zip(found[v], combine, strict=True):
+                variable.set(of(x, variable.get()))
+        key.set(key.get() + k.zext(is_absent ^ 1, I64))
+    for v in range(s.vectors):
+        for i, variable in enumerate(found[v]):
+            k.store(variable.get(), p["check"], i * s.row_bytes + s.lane_offset(v))
+    return k.finish(key.get())
+
+
 class Choice:
     """A task's walk through its list of chosen keys, tile by tile."""
 
     def __init__(self, task: Any, choose: Any, locate: Any, choose_keys: Any = None) -> None:
         self.task, self.k, self.choose, self.locate_slots, self.choose_keys = task, task.k, choose, locate, choose_keys
         self.base = self.slots = task.part("slots")
-        self.keys = self.base if choose_keys is None else task.part("keys")
+        self.keys = self.base if choose_keys is None else task.part("chosen_keys")
         self.zeros, self.counts = task.part("zeros"), self.k.buffer(I64, SPAN // TILE)
         self.unit = task.s.chosen_unit
-
-    @contextlib.contextmanager
-    def tiles(self, lists: Value, limit: Value) -> Iterator[tuple[Value, Value, Value]]:
-        """Yields of each tile that has keys below `limit` its first key, its slots, and the span before if it begins
-        one (or -1), for which `merge` is due; -2 where it goes on.
-        """
-        k = self.k
-        at, before = k.variable(lists), k.variable(k.i64(-1))
-        with k.forever() as leave_if:
-            key = k.zext(k.load(I32, k.pointer(at.get())), I64)
-            leave_if(key >= limit)
-            start, span = key & -TILE, key // SPAN
-            taken = k.call(self.choose, k.pointer(at.get()), k.min(start + TILE, limit), self.slots)
-            at.set(at.get() + (taken & 0xFFFF) * 4)
-            yield start, taken >> 16, k.select(span.equals(before.get()), k.i64(-2), before.get())
-            before.set(span)
-        self.last = before.get()
 
     def fill(self, at: Variable, end: Value) -> tuple[Value, Value, Value]:
         """Fills slots with the keys below `end`, from the list's next one on, of as many whole tiles as have room; and
@@ -128,7 +138,7 @@ class Choice:
         k = self.k
         tiles, filled, keys = (k.variable(k.i64(0)) for _ in range(3))
         with k.forever() as leave_if:
-            key = k.zext(k.load(I32, k.pointer(at.get())), I64)
+            key = self.next_key(at)
             leave_if(key >= end)
             past = k.min((key & -TILE) + TILE, end)
             room = (k.i64(TILE) - filled.get()) // self.unit  # keys that have room in any case
@@ -154,6 +164,10 @@ class Choice:
             after = is_absent & (slot & 1).differs(0)
             move(first_key.get() - k.zext(after, I64), slot)
             first_key.set(first_key.get() + k.zext(is_absent ^ 1, I64))
+
+    def next_key(self, at: Variable) -> Value:
+        """Returns the number of the list's next key."""
+        return self.k.zext(self.k.load(I32, self.k.pointer(at.get())), I64)
 
     @contextlib.contextmanager
     def each_tile(self, tiles: Value) -> Iterator[tuple[Value, Value]]:

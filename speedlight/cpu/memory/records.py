@@ -227,8 +227,10 @@ FORWARD_SCRATCH: Mapping[str, Callable[[ForwardSizes], int]] = {
     "scales": lambda z: sum(z.scales) * TILE * 4,  # of a tile's keys, then of its values: [scale, TILE]
     # [TILE, panel] weights times the scales of some columns
     "scaled": lambda z: z.blocks * z.tile_rows * z.row,
-    "slots": lambda z: (z.chosen > 0) * SLOTS * 8,  # of the chosen keys of a tile
+    "slots": lambda z: (z.chosen > 0) * SLOTS * 8,  # of the chosen keys of some tiles
+    "chosen_keys": lambda z: (z.chosen > 0) * SLOTS * 8,  # … without those that are absent
     "zeros": lambda z: z.chosen,  # a value
+    "joint": lambda z: (z.chosen > 0) * z.tile_rows * z.row,  # [TILE, panel] scores of some tiles
     "panels": lambda z: 0,  # one after another to the end
 }
 PANEL: Mapping[str, Callable[[ForwardSizes], int]] = {
@@ -274,7 +276,7 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "scaled": lambda z: z.scales * z.rows * TILE * z.number,  # [scale, rows, TILE] weights times scales
     "scales": lambda z: z.lists_scales * TILE * 4,  # of a tile's keys, or of its values, where they lie in arrays
     "slots": lambda z: (z.chosen > 0) * SLOTS * 8,  # of the chosen keys of a tile
-    "keys": lambda z: (z.chosen > 0) * SLOTS * 8,  # … without those that are absent
+    "chosen_keys": lambda z: (z.chosen > 0) * SLOTS * 8,  # … without those that are absent
     "zeros": lambda z: z.chosen,  # a value
     "walks": lambda z: (z.chosen > 0) * z.queries * WALK.bytes,  # of each query
     "joint": lambda z: (z.chosen > 0) * (z.rows * TILE * z.number + 64),  # [rows, TILE] scores of some tiles
