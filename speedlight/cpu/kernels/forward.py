@@ -501,13 +501,13 @@ class _Task(PanelWork):
             with k.when(hides):
                 where = (*where, *self.slots())
                 k.call(parts.expression, k.p["a"], self.scratch, self.scratch, check, lanes, limits, *where)
-        self.hide_absent(high)
+        clear, shown = self.hide_absent(clear, shown, high)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
         unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:] * s.scales_weights)
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        seen_keys = clear, unpredicated, wide, high
+        seen_keys = self.predicated_to(clear), unpredicated, wide, high
         if parts.scale_weights is None:
             self.add_values(state, tile, values, seen_keys, self.scratch)
             return
@@ -534,9 +534,13 @@ class _Task(PanelWork):
         """Returns the position that keys of a tile are counted from: that of its first one."""
         return start + self.a.k_start
 
-    def hide_absent(self, count: Value) -> None:
-        """Hides what is in a unit with chosen keys, and is not chosen."""
-        return
+    def hide_absent(self, clear: Value, full: Value, count: Value) -> tuple[Value, Value]:
+        """Hides keys that are in a unit with chosen ones, and not chosen; returns what is left of [clear, full)."""
+        return clear, full
+
+    def predicated_to(self, clear: Value) -> Value:
+        """Returns up to which key products look at what lanes see."""
+        return clear
 
     def slots(self) -> list[Value]:
         """Returns where a tile's keys say which they are; nothing where these lie side by side."""
@@ -645,12 +649,22 @@ class _ChosenTask(_Task):
     def stage_keys(self, to: Value, places: Value, start: Value, count: Value) -> None:
         super().stage_keys(to, places, start, self.key_count)
 
-    def hide_absent(self, count: Value) -> None:
+    def hide_absent(self, clear: Value, full: Value, count: Value) -> tuple[Value, Value]:
         k, s = self.k, self.s
-        if self.choice.unit > 1:
-            with self.choice.each_absent(count) as (slot, _):
-                for v in range(s.vectors):
-                    k.store(k.const(float("-inf"), s.vector), self.scratch, slot * s.row_bytes + s.lane_offset(v))
+        if self.choice.unit == 1:
+            return clear, full
+        with self.choice.each_absent(count) as (slot, _):
+            for v in range(s.vectors):
+                k.store(k.const(float("-inf"), s.vector), self.scratch, slot * s.row_bytes + s.lane_offset(v))
+        return (clear, full) if self.may_hide else (count, count)
+
+    @property
+    def may_hide(self) -> bool:
+        return self.s.program is not None and self.s.program.may_hide
+
+    def predicated_to(self, clear: Value) -> Value:
+        """Returns 0 where all lanes see the same keys: values of absent ones are zeros."""
+        return clear if self.may_hide or self.choice.unit == 1 else self.k.i64(0)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
         """Finds the addresses of keys ("k"), their second part ("rotary") or values ("v")."""
