@@ -21,6 +21,7 @@ from .problem.options import (
     ArrayOf,
     Causal,
     Engine,
+    Indices,
     Int,
     Ints,
     Keys,
@@ -65,6 +66,7 @@ def attention(
     mask: Mask | None = None,
     score: Scores | None = None,
     sink_logits: Sinks | None = None,
+    indices: Indices | None = None,
     q_start: Int | Ints | None = None,
     k_start: Int = 0,
     scale: float | None = None,
@@ -110,6 +112,10 @@ def attention(
         score: how scores change: a function (s, b, h, i, j) -> s of the scaled score, a pattern such as
             sl.alibi(slopes), a float array to add, or a list of these, left to right. A score of -inf hides the key.
         sink_logits: a score per query head that joins the softmax's denominator and nothing else, as gpt-oss has it.
+        indices: the keys that each query may see, chosen by their numbers in k: whole numbers of shape (batch, q_len,
+            k), or (batch, kv_heads, q_len, k), without batch for layouts without one. -1 is none; any order; a key that
+            is given twice counts once. `causal`, `window`, lengths and masks still hide. The bits are those of the call
+            with the equal mask; the time is that of the chosen keys. On the CPU.
         q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len,
             by each item's lengths.
         k_start: absolute position of the first key, a multiple of 1024.
@@ -158,7 +164,7 @@ def attention(
     if lengths is not None:
         q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
     if (
-        mask is score is sink_logits is seed is window is q_start is None
+        mask is score is sink_logits is seed is window is q_start is indices is None
         and cu_seqlens_q is cu_seqlens_k is q_lengths is k_lengths is None
         and type(causal) is bool
         and type(layout) is type(precision) is str
@@ -174,6 +180,7 @@ def attention(
             mask=mask,
             score=score,
             sink_logits=sink_logits,
+            indices=indices,
             scale=scale,
             dropout=dropout,
             seed=seed,

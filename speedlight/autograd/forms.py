@@ -40,6 +40,8 @@ def text_of(options: Options) -> str:
             kept[name] = _write(x, name, slots)
         elif name == "score":
             kept[name] = [_write(one, name, slots) for one in scores_of(x)]
+        elif name == "indices":
+            kept[name] = {"tensor": next(slots)}
         elif name not in ("sink_logits", "seed") and x is not None:
             kept[name] = _number(x, name, slots)
     return json.dumps(kept)
@@ -51,6 +53,8 @@ def tensors_of(options: Options) -> list[torch.Tensor]:
     for name, option in options.given().items():
         if name in _LISTS and is_tensor(option) and is_traced(option):
             found.append(option)
+        if name == "indices":
+            found.append(option if is_tensor(option) else _tensor_of(option, name))
         if name not in ("mask", "score"):
             continue
         for x in scores_of(option) if name == "score" else [option]:

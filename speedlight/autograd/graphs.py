@@ -28,7 +28,7 @@ from . import operators as ops
 from .forms import ARRAY, text_of
 
 _BESIDE = ("mask", "score", "sink_logits", "seed")  # options that have a way of their own
-_OF_TENSORS = ("q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
+_OF_TENSORS = ("indices", "q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
 _WIDE = torch.float64
 _guard_scalar = TORCH.guard_scalar  # Dynamo knows it by its name
 _FIRST = (2, 13)  # before it Dynamo takes the graph of another closure, which computes something else

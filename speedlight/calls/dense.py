@@ -76,7 +76,7 @@ def attend_anew(
 ) -> Any:
     """Attends on the CPU, or enqueues the call on a GPU; keeps it under its key, if it has one."""
     a, b, c = describe_all(q, k, v, gpu=gpu)
-    problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    problem, cu_q, cu_k = from_arrays(a, b, c, options, apart=True)
     warn_if_swapped(options.layout, a.shape, b.shape)
     inputs = (a, b, c) if b.rest is None else (a, b, b.rest)
     results = results_for(a, problem, options, return_lse, out, inputs)

@@ -249,4 +249,4 @@ def _build(
             f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
         )
     stored = Stored(k.dtype, k.shape[2], k.columns, v.shape[3], lengths, shortest=shortest, keeper="k_pages")
-    return from_stored(q, stored, options), offsets
+    return from_stored(q, stored, options, apart=True), offsets

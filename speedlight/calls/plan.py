@@ -119,7 +119,7 @@ def plan(
         check_planned({"q": q, "k": k, "v": v})
         a, b, c = describe_all(q, k, v, gpu=True)
         device = a.device if device is None and a.device != "cpu" else device
-        problem = from_arrays(a, b, c, given).problem
+        problem = from_arrays(a, b, c, given, apart=not backward).problem
         if backward:
             check_one_dtype(problem.dtype, problem.key_dtype)
         strides = Dense(layout, b, c).strides(problem.key_dtype)

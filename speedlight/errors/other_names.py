@@ -35,6 +35,8 @@ _OPTIONS = {
     "dropout_p attn_dropout attention_dropout dropout_rate p": "dropout= and seed=, an int that says which weights are "
     "dropped",
     "softmax_scale sm_scale scaling scale_factor": "scale=, a factor of the scores",
+    "topk_indices topk_idxs gather_kv_indices sparse_indices": "indices=, the numbers of the keys that each query may "
+    "see, -1 for none",
     "enable_gqa": "nothing: fewer heads of k and v are grouped heads",
     "softcap logits_soft_cap attn_logits_soft_cap soft_cap logit_cap logit_softcapping attn_logit_softcapping": _CAP,
     "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",

@@ -24,6 +24,7 @@ from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression, expression, score_chain
 from ..host.rounding import standard
 from . import checks
+from .chosen import check_device, chosen_of, joined
 from .options import Options, scores_of
 from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Problem, Sizes
@@ -82,7 +83,8 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
         why = "whose sequences are those of cu_seqlens_q" if o.layout == "lhd" else "which has no batch"
         raise ArgumentError(f"batch: expected 1 for layout={o.layout!r}, {why}; got {batch}.")
     dtype = checks.dtype_name(sizes.dtype)
-    return _stated(Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), o, {}).problem
+    sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
+    return joined(_stated(sizes, o, {}).problem)
 
 
 def _longest(name: str, length: Any, offsets: str, lengths: str, options: Options) -> Any:
@@ -95,11 +97,12 @@ def _longest(name: str, length: Any, offsets: str, lengths: str, options: Option
 
 
 @standard
-def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
-    """The problem of three arrays."""
+def from_arrays(q: Array, k: Array, v: Array, options: Options, *, apart: bool = False) -> Stated:
+    """The problem of three arrays. apart: chosen keys stay apart; else the mask says which they are."""
     layout = options.layout
     checks.check_layout(layout)
     checks.check_precision(options.precision)
+    check_device(options.indices, q.device)
     for x in (q, k, v):
         check_dimensions(x.name, x.shape, layout)
     widened = check_together(k, v, q)
@@ -126,7 +129,8 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
         check_batch(k, v, batch)
     shared = batch_of(k.shape, layout) != batch
     sizes = Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
-    return _stated(sizes, options, {"shared": shared, "widened": widened} if shared or widened else {})
+    stated = _stated(sizes, options, {"shared": shared, "widened": widened} if shared or widened else {})
+    return stated if apart else stated._replace(problem=joined(stated.problem))
 
 
 def _stated(sizes: Sizes, options: Options, fields: dict[str, Any]) -> Stated:
@@ -199,11 +203,12 @@ def _functions_of(mask: Any, score: Any) -> list[Any]:
 
 
 @standard
-def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
+def from_stored(q: Array, stored: Stored, options: Options, *, apart: bool = False) -> Problem:
     """The problem of queries over keys and values that are stored. By default the last query is the last key's.
 
-    Packed queries ("lhd") have options.q_lengths that are right, too.
+    Packed queries ("lhd") have options.q_lengths that are right, too. apart: as for from_arrays().
     """
+    check_device(options.indices, q.device)
     layout = options.layout
     dims = len(layout)
     if len(q.shape) != dims:
@@ -246,7 +251,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     }
     problem = _apply_options(options, sizes, q_lens, stored.k_lengths, fields, stored.hiding)
     _check_items(problem, None, stored.most)  # a shorter padding leaves later keys visible
-    return problem
+    return problem if apart else joined(problem)
 
 
 def _apply_options(
@@ -259,10 +264,15 @@ def _apply_options(
     rows = None if packed or options.q_lengths is None else sizes.q_len
     if fields or rows is not None or options.sink_logits is not None:
         problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows, **fields)
-    if options.mask is options.score is options.window is hiding is None:
+    if options.mask is options.score is options.window is options.indices is hiding is None:
         return problem
     square = None if packed else (sizes.q_len, sizes.k_len)
-    return _expressed(problem, _limits(options, problem, square, hiding), _score(options.score, problem, square))
+    mask, score = _limits(options, problem, square, hiding), _score(options.score, problem, square)
+    if options.indices is None:
+        return _expressed(problem, mask, score)
+    keys = max(k_lengths, default=0) if packed else sizes.k_len
+    chosen = chosen_of(options.indices, problem, options.layout, sizes.q_len, keys)
+    return replace(_expressed(problem, mask, score), chosen=chosen)
 
 
 def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:

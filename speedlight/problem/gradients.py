@@ -98,6 +98,7 @@ def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
         sink_logits=list(sinks) if isinstance(sinks, list) else sinks, **ints,
     )  # fmt: skip
     states = [] if is_tensor(known.sinks) else [(options.sink_logits, state_of)]
+    states.append((options.indices, state_of))
     for x in (mask, *scores_of(options.score)):
         tables = tables_of(x)
         looked_up = isinstance(x, Expression)
@@ -113,9 +114,9 @@ def check_unwritten(read: list[tuple[Any, Any]]) -> None:
         if now != before:
             what, copy = ("a tensor", ".clone()") if is_tensor(x) else ("an array", ".copy()")
             raise ArgumentError(
-                f"mask, score or sink_logits: expected the numbers that the forward pass read; {what} of shape "
-                f"{tuple(x.shape)} was written to since. Give each call {what} of its own ({copy}), or write to it "
-                "after backward()."
+                "mask, score, indices or sink_logits: expected the numbers that the forward pass read; "
+                f"{what} of shape {tuple(x.shape)} was written to since. Give each call {what} of its own ({copy}), or "
+                "write to it after backward()."
             )
 
 

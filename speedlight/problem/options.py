@@ -46,6 +46,7 @@ Int = SupportsIndex  # Python's, NumPy's, a tensor of one
 Ints = Sequence[Int] | AnyArray
 BlockTable = AnyArray | Sequence[Ints]
 Scales = float | AnyArray  # of codes in pages
+Indices = AnyArray | Sequence[Any]
 Window = tuple[int | None, int | None]
 Mask = MaskFunction | Expression | AnyArray
 Score = ScoreFunction | Expression | AnyArray
@@ -75,6 +76,7 @@ class ScoreOptions(TypedDict, total=False):
 class StepOptions(ScoreOptions, total=False):
     """Options of every call of attention on one machine."""
 
+    indices: Annotated["Indices | None", None, "the keys that each query may see, by number, (batch, q_len, k)."]
     dropout: Annotated["float", 0.0, "probability that a weight becomes 0 after the softmax."]
     seed: Annotated["Int | None", None, "key of dropout's random numbers, an int of 64 bits."]
 
@@ -182,6 +184,7 @@ class Options:
     score: Scores | None = None
     sink_logits: Sinks | None = None
     scale: float | None = None
+    indices: Indices | None = None
     dropout: float = 0.0
     seed: Int | None = None
     causal: Causal = False
@@ -276,6 +279,7 @@ class Options:
             and type(layout) is str
             and type(precision) is str
             and type(dropout) in _NUMBER
+            and self.indices is None
         ):
             return None, 0
         mask: Any = self.mask

@@ -11,7 +11,16 @@ from ..expressions.tree import lazily
 from ..host.tunings import Origin
 from .problem import TILE, Problem
 from .rank_plan import Asked, Rates, Spread, spread
-from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes, token_bytes, value_bytes
+from .work import (
+    Work,
+    all_panel_keys,
+    count,
+    least_backward_bytes,
+    least_bytes,
+    materialised_bytes,
+    token_bytes,
+    value_bytes,
+)
 
 
 class Run(NamedTuple):
@@ -223,13 +232,14 @@ def plan_of(
     simulated: Callable[[], Balance | None] | None = None,
     *,
     exact: bool = False,
+    work: Work | None = None,
 ) -> Plan:
     """The plan of a call on the CPU, exactly: what the kernel counts when it runs is the same.
 
     But the backward kernel leaves out rows whose lse is -inf, also where only their scores say so: tiles of panels that
     have such a row are mixed then, if any.
     """
-    work = count(problem, run.panel, exact=exact, backward=run.backward)
+    work = work or count(problem, run.panel, exact=exact, backward=run.backward)
     all_keys = all_panel_keys(problem, run.panel, backward=run.backward)
     read, written = (least_backward_bytes if run.backward else least_bytes)(problem)
     per_pair = pair_flops(problem, backward=run.backward)

@@ -71,6 +71,7 @@ class Problem:
     # of some of the keys: rows go on from a state, and may leave one (`rows`: of the state); gradients add to sums
     partial: bool = False
     first_row: int | None = None  # run for other lengths of keys, too: for rows from this position to the last key
+    chosen: Any = None  # keys that queries see at most (chosen.py), where `mask` does not say so
 
     @property
     def batch(self) -> int:

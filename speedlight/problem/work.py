@@ -70,12 +70,15 @@ def all_pairs(problem: Problem) -> int:
 
 def least_bytes(problem: Problem) -> tuple[int, int]:
     """(read, written): every input once, every output once."""
-    size = STORAGE_BYTES[problem.storage]
-    keys = max(problem.k_lengths, default=0) if problem.shared else sum(problem.k_lengths)
-    q_rows, k_rows = sum(problem.q_lengths) * problem.q_heads, keys * problem.kv_heads
-    of_keys = k_rows * (problem.head_dim + problem.value_dim) * STORAGE_BYTES[problem.key_storage]
-    read = q_rows * problem.head_dim * size + of_keys
+    size, q_rows = STORAGE_BYTES[problem.storage], sum(problem.q_lengths) * problem.q_heads
+    read = q_rows * problem.head_dim * size + key_bytes(problem)
     return read, q_rows * problem.value_dim * size + q_rows * number_bytes(problem.storage)
+
+
+def key_bytes(problem: Problem) -> int:
+    """Returns the bytes of all keys and values."""
+    keys = max(problem.k_lengths, default=0) if problem.shared else sum(problem.k_lengths)
+    return keys * problem.kv_heads * (problem.head_dim + problem.value_dim) * STORAGE_BYTES[problem.key_storage]
 
 
 def value_bytes(problem: Problem) -> int:

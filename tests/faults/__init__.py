@@ -3,6 +3,7 @@
 from . import (
     caches,
     calls,
+    chosen,
     codes,
     derivatives,
     files,
@@ -29,6 +30,7 @@ MUTATIONS = (
     *calls.MUTATIONS,
     *caches.MUTATIONS,
     *codes.MUTATIONS,
+    *chosen.MUTATIONS,
     *files.MUTATIONS,
     *gpu.MUTATIONS,
     *transformers.MUTATIONS,

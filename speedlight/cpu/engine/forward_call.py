@@ -19,12 +19,13 @@ from ...expressions.program import Program
 from ...host.forks import importing
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
+from ...problem.chosen import joined
 from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
 from ...problem.prepared import array_places
 from ...problem.problem import LAYOUTS, TILE, Problem
 from ...problem.results import ResultLayout
-from ...problem.work import all_pairs
+from ...problem.work import Work, all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Paged, columns_of_keys, steps, words_of_keys
 from ..memory.records import (
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from ...problem.plan import Balance, Plan, Roofs
     from .append_call import AppendCall
 
+_SCATTERED = 2  # times as long as a plain read takes a read of rows that lie anywhere
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
 
@@ -61,6 +63,13 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa) -> Call:
     """Prepares everything that addresses don't change."""
     keys = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
+    if problem.chosen is not None:
+        with importing:
+            from .chosen_call import prepare_chosen, takes
+
+        if takes(problem, keys, isa):
+            return prepare_chosen(problem, rows, keys, threads, isa)
+        problem = joined(problem)
     strides = keys.strides(problem.quantised or problem.key_dtype)
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
     items = items_of(problem, how, rows, keys)
@@ -76,13 +85,28 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
     """Returns the plan of a call on this machine."""
+    if problem.chosen is not None:
+        with importing:
+            from .chosen_call import plan_chosen, takes
+
+        if takes(problem, None, current_isa()):
+            return plan_chosen(problem, strides, threads, exact=exact)
+        problem = joined(problem)
+    how, shape = kernel_of_problem(problem, strides, threads, current_isa())
+    return plan_of_kernel(problem, how, shape, partial(_balance, problem, how), exact=exact)
+
+
+def plan_of_kernel(
+    problem: Problem, how: Schedule, shape: Shape, simulated: Any = None, *, exact: bool = False,
+    work: Work | None = None,
+) -> Plan:  # fmt: skip
+    """Returns the plan of a call that a kernel runs; work: where it is not that of the whole problem."""
     with importing:
         from ...problem.plan import Run, plan_of
 
-    how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes, how.tuning.origin)
     measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
-    return plan_of(problem, run, measured, partial(_balance, problem, how), exact=exact)
+    return plan_of(problem, run, measured, simulated, exact=exact, work=work)
 
 
 def _balance(problem: Problem, how: Schedule) -> Balance | None:
@@ -103,17 +127,17 @@ def measured_roofs(isa: Isa, storage: str, threads: int, *, gradients: bool = Fa
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:
     """Returns a problem's schedule over arrays, and its kernel's shape; for any vector unit, this machine's or not."""
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
-    return how, _shape(problem, how, program_of(problem))
+    return how, shape_of(problem, how, program_of(problem))
 
 
-def _shape(
+def shape_of(
     problem: Problem, how: Schedule, program: Any, *, cached: bool = False, latent: bool = False,
-    in_parts: bool = False, resumed: bool = False,
+    in_parts: bool = False, resumed: bool = False, chosen: bool = False,
 ) -> Shape:  # fmt: skip
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised if cached else None
-    of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial, resumed
+    of_call = *of_keys, *loops, dropout, widened, latent, in_parts, how.scattered, problem.partial, resumed, chosen
     return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
 
@@ -126,8 +150,9 @@ class Call:
     def __init__(
         self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultLayout,
         strides: Strides, *, cached: bool = False, latent: bool = False, in_parts: bool = False, resumed: bool = False,
+        chosen: bool = False,
     ) -> None:  # fmt: skip
-        """form: of its results. strides: of its keys. cached, latent, in_parts, resumed: as Shape has them."""
+        """form: of its results. strides: of its keys. cached, latent, in_parts, resumed, chosen: as Shape has them."""
         self.problem, self.how, self.items, self.result_layout, self.sinks = problem, how, items, form, _sinks(problem)
         self.machine: tuple[int, str] | None = None  # threads and vector unit that it was prepared for
         wants, program = how.tuning.threading, program_of(problem)
@@ -138,7 +163,9 @@ class Call:
         if "upcoming" in words:
             words["upcoming"] = threads
         self.launch = Launch(
-            _shape(problem, how, program, cached=cached, latent=latent, in_parts=in_parts, resumed=resumed),
+            shape_of(
+                problem, how, program, cached=cached, latent=latent, in_parts=in_parts, resumed=resumed, chosen=chosen
+            ),
             ARGUMENTS[how.kind],
             words,
             how.tickets if problem.value_dim and problem.q_heads else 0,
@@ -371,10 +398,21 @@ def _sinks(problem: Problem) -> np.ndarray | None:
 
 def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     """Guesses how long one thread takes."""
+    if problem.chosen is not None:
+        return _guessed_seconds_of_chosen(problem, how)
     if how.kind == "decode":
         return sum(problem.k_lengths) * token_bytes(problem) / how.tuning.threading.read_bytes
     flops = all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
     return flops / how.tuning.threading.flops
+
+
+def _guessed_seconds_of_chosen(problem: Problem, how: Schedule) -> float:
+    counts = problem.chosen.counts
+    keys = int(counts.sum()) * (1 if problem.chosen.has_heads else problem.kv_heads)  # rows that are read
+    bytes_of_key = token_bytes(problem) / max(1, problem.kv_heads)
+    flops = 2 * keys * problem.group * (problem.head_dim + problem.value_dim)
+    wants = how.tuning.threading
+    return max(_SCATTERED * keys * bytes_of_key / wants.read_bytes, flops / wants.flops)
 
 
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
@@ -506,6 +544,7 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         index=np.arange(batch) if problem.items is None else np.array(problem.items, np.int64),
         first_key=first * 0,
         rows=first * 0,
+        chosen=first * 0,
         **columns_of_keys(keys, batch),
     )
     table = np.stack(items, axis=1)

@@ -17,6 +17,7 @@ from ..memory.records import BLOCK, DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, Deco
 
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
 _VISIT = 30_000  # FLOPs of a task for each of many threads, at least: they take tickets one after another
+_CHOSEN = 32  # queries that go through a span of chosen keys together, at most
 _PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
 
 
@@ -193,7 +194,8 @@ def _parts_of_blocks(problem: Problem, blocks: int, state_bytes: int, threads: i
     state_bytes: what the tasks of a block leave for the last of them.
     """
     tasks, enough = blocks, wants.tasks * threads
-    if threads == 1 or tasks >= threads or problem.rows is not None or problem.partial:
+    alone = problem.rows is not None or problem.partial or problem.chosen is not None
+    if threads == 1 or tasks >= threads or alone:
         return 1
     if blocks * state_bytes > _PARTIALS:
         return 1
@@ -269,6 +271,7 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bo
         staged_values=staged[1] * ((TILE // elements) * columns * number + (together > 1) * 64),
         scales=count_scales(problem),
         blocks=codes_of(problem) in ("blocks", "latents"),
+        chosen=_chosen_bytes(problem),
     )
 
 
@@ -305,10 +308,13 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
     spans = -(-max(problem.k_lengths, default=0) // SPAN)
     wants = tuning.decoding
-    together = _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
+    together = 1 if problem.chosen else _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
     tasks, enough = heads // together, wants.tasks * threads * (1 if threads <= MANY else 2)
-    parts = _parts_of(problem, tasks, enough, threads, wants) if tasks < enough and threads > 1 else 1
+    shares = tasks < enough and threads > 1 and not problem.chosen
+    parts = _parts_of(problem, tasks, enough, threads, wants) if shares else 1
     elements = PRODUCTS[product_name(problem, isa)].elements
+    queries = _queries_together(problem, threads, wants) if problem.chosen else 1
+    tasks = -(-tasks // problem.kv_heads // queries) * problem.kv_heads if problem.chosen else tasks
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),
         rows=rows,
@@ -318,12 +324,16 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         vector=isa.vector_bytes,
         scales=count_scales(problem)[1] * (codes_of(problem) == "blocks"),
         lists_scales=problem.quantised is not None and problem.widened is not None,
+        chosen=_chosen_bytes(problem),
+        queries=queries,
     )
     if tasks * spans * sizes.states > _PARTIALS:
         parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
     scratch, used = placed(DECODE_SCRATCH, sizes)
     partial = spans * sizes.states if parts > 1 else 0
-    words = {"rows": rows, "heads": together, "slots": sizes.slots, "partial_bytes": partial}
+    words = {
+        "rows": rows, "heads": together, "slots": sizes.slots, "partial_bytes": partial, "queries": queries,
+    }  # fmt: skip
     return Schedule(
         "decode",
         isa,
@@ -339,6 +349,19 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         partial_bytes=partial,
         heads=together,
     )
+
+
+def _queries_together(problem: Problem, threads: int, wants: Decoding) -> int:
+    """Returns the queries of a task over chosen keys: as many as leave enough tasks, and whose states stay in the
+    cache.
+    """
+    queries, enough = len(problem.q_lengths), 2 * wants.tasks * threads
+    return max(1, min(_CHOSEN, queries * problem.kv_heads // enough))
+
+
+def _chosen_bytes(problem: Problem) -> int:
+    """Returns the bytes of a value where keys are chosen; else 0."""
+    return problem.value_dim * STORAGE_BYTES[problem.key_storage] if problem.chosen else 0
 
 
 def token_bytes(problem: Problem) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...problem.problem import SPAN, TILE
-from ..language.vector import I1, I64, Function, Module, Value
-from ..memory.records import BLOCK, PLACES, ROW, ROW_AT, STATE_SUMS
+from ..language.vector import I1, I16, I32, I64, Function, Module, Value, Variable
+from ..memory.records import BLOCK, ENDLESS, ITEM, ITEM_BYTES, PLACES, ROW, ROW_AT, STATE_SUMS, WALK, Item
 from ..memory.shape import Shape
 from ..products.product import product_of
 from .addresses import locate, stage_scales
@@ -33,6 +33,7 @@ from .row_weights import (
     value_tiles,
     weigh,
 )
+from .slots import Choice, choose_tile, locate_chosen
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
 from .task import Box, Work, attention_module, call_at
@@ -54,7 +55,11 @@ class _Parts:
         self.scale_scores = scale_scores(m, s) if leaves_scales else None
         self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
         self.expression = expression_row(m, s, s.program) if s.program else None
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
+        skips = s.program and s.program.may_hide and not s.chosen
+        self.visibility = visibility(m, s, s.program) if skips else None
+        self.choose = choose_tile(m, s.chosen_unit) if s.chosen else None
+        self.choose_keys = choose_tile(m, 1) if s.chosen and s.chosen_unit > 1 else None
+        self.locate_chosen = locate_chosen(m) if s.chosen else None
         in_step = s.cached and self.visibility is None and self.scale_scores is None
         self.score_heads = product.flushed(m, score_heads(m, s)) if in_step else None
         self.extent = extent(m, self.visibility) if self.visibility else None
@@ -65,7 +70,7 @@ class _Parts:
 
 def decode_module(s: Shape, symbol: str) -> Module:
     """Writes the kernel for one shape; `symbol` is the region's public name."""
-    return attention_module(_Parts(s), _Task, symbol)
+    return attention_module(_Parts(s), _ChosenTask if s.chosen else _Task, symbol)
 
 
 class _Task(Work):
@@ -75,8 +80,7 @@ class _Task(Work):
         super().__init__(k, parts.shape, parts.visibility, parts.extent)
         self.parts = parts
         a, s, item = self.a, self.s, self.item
-        local = k.p["number"] - item.first
-        self.first_head, self.share = local // item.blocks * a.heads, local % item.blocks
+        self.first_head, self.share = self.head_of_ticket()
         self.group = a.group
         self.rows = item.q_len * self.group
         self.all_rows = self.rows * a.heads
@@ -96,6 +100,11 @@ class _Task(Work):
         self.first_key = item.first_key if s.resumed else k.i64(0)
         self.take(k.i64(0))
         self.positions = self.position(k.i64(0)), self.position(self.rows - 1)
+
+    def head_of_ticket(self) -> tuple[Value, Value]:
+        """Returns the task's first kv head, and which share of its spans it takes."""
+        local, blocks = self.k.p["number"] - self.item.first, self.item.blocks
+        return local // blocks * self.a.heads, local % blocks
 
     def take(self, h: Value) -> None:
         """Turns to the h-th head of the task."""
@@ -325,7 +334,7 @@ class _Task(Work):
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
-        k, s, parts, a = self.k, self.s, self.parts, self.a
+        k, parts, a = self.k, self.parts, self.a
         with contextlib.nullcontext() if self.in_step is None else k.when(self.in_step ^ 1):
             self.locate(self.k_places, "k", start, count)
             arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
@@ -333,7 +342,11 @@ class _Task(Work):
             if parts.scale_scores is not None:
                 scales = self.scales_of("k", self.k_places, start, count)
                 k.call(parts.scale_scores, self.scratch, scales, count, self.rows)
-        regular = self.locate(self.v_places, "v", start, count)
+        self.add_tile(start, count, clear, self.locate(self.v_places, "v", start, count))
+
+    def add_tile(self, start: Value, count: Value, clear: Value, regular: Value) -> None:
+        """Adds the values of a tile that has been scored; regular: whether they are at one distance."""
+        k, s, parts = self.k, self.s, self.parts
         joint = self.weigh(start, count, clear)
         k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_weights(count))
         self.drop(start, count)
@@ -410,18 +423,28 @@ class _Task(Work):
         self.count(k.max(k.min(self.row_limit(k.i64(0)) - start, clear), k.i64(0)), count)
         c = self.scale()
         with k.range(0, self.rows) as r:
-            limit = k.max(k.min(self.row_limit(r) - start, count), k.i64(0))
+            limit = self.tile_limit(r, start, count)
             k.store(limit, self.limits, r * 8)
             row, state = self.weights(r), k.at(self.head_span, r * self.state_row)
             if parts.expression is not None:
                 q_head = self.head * self.group + r % self.group
-                where = (start + a.k_start, count, limit, clear, self.item.index, q_head, self.position(r))
+                first, *slots = self.places_of_keys(start)
+                where = (first, count, limit, clear, self.item.index, q_head, self.position(r), *slots)
                 k.call(parts.expression, k.p["a"], self.scratch, row, *where)
             ahead = r * (64 * TILE) + self.s.fetching.cache_bytes
             alpha = k.at(self.alpha, r * 8)
             gone = k.call(parts.weigh, row, state, alpha, limit, count, c, self.v_places, a.v_row, ahead)
             joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
         return joint.get()
+
+    def places_of_keys(self, start: Value) -> list[Value]:
+        """Returns the position of a tile's first key."""
+        return [start + self.a.k_start]
+
+    def tile_limit(self, r: Value, start: Value, count: Value) -> Value:
+        """Counts the keys of a tile that a row sees."""
+        k = self.k
+        return k.max(k.min(self.row_limit(r) - start, count), k.i64(0))
 
     def drop(self, start: Value, count: Value) -> None:
         """Drops weights of every row."""
@@ -479,3 +502,137 @@ class _Task(Work):
             x = k.load(s.vector, self.tile_sums, (r * self.slots + slot) * s.vector_bytes)
             x = product_of(s).settle(k, x, begin)
             k.store(k.fma(k.load(s.vector, at), alpha, x), at)
+
+
+class _ChosenTask(_Task):
+    """All rows of some queries of a kv head, each of which sees the keys of a list.
+
+    The queries go through a span one after another, so that its keys are in the caches for all but the first. A query's
+    keys of several tiles are scored at once, then weighed and added tile by tile.
+    """
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        super().__init__(k, parts)
+        a = self.a
+        self.choice = Choice(self, parts.choose, parts.locate_chosen, parts.choose_keys)
+        self.first_query = self.k.p["number"] % self.groups_of_queries() * a.queries
+        self.queries_here = k.min(a.item_count - self.first_query, a.queries)
+        self.places_of_values, self.walks, self.joint_scores = self.v_places, self.part("walks"), self.part("joint")
+
+    def groups_of_queries(self) -> Value:
+        return (self.a.item_count + (self.a.queries - 1)) // self.a.queries
+
+    def item_of(self, number: Value) -> Any:
+        return self.query_of(number % self.groups_of_queries() * self.a.queries)
+
+    def query_of(self, number: Value) -> Any:
+        """Loads the item of a query."""
+        at = self.k.at(self.k.pointer(self.a.items), number * ITEM_BYTES)
+        return Item._make(self.k.load(I64, at, 8 * word) for word in ITEM)
+
+    def head_of_ticket(self) -> tuple[Value, Value]:
+        return self.k.p["number"] // self.groups_of_queries(), self.k.i64(0)
+
+    @contextlib.contextmanager
+    def each_query(self) -> Iterator[Value]:
+        """Loops over the task's queries; yields where the next key of each is, and then the span it is in (or -1)."""
+        k, s = self.k, self.s
+        with k.range(0, self.queries_here) as n:
+            self.item = self.query_of(self.first_query + n)
+            self.take(k.i64(0))
+            self.state_at = n * (self.rows * self.state_row)
+            self.head_queries = k.at(self.queries, n * (self.rows * self.units * s.number_bytes))
+            self.head_span = k.at(self.span, self.state_at)
+            yield k.at(self.walks, n * (WALK.bytes))
+
+    def run(self) -> None:
+        """Takes all queries through the spans in which any has a chosen key."""
+        k, s, a = self.k, self.s, self.a
+        self.choice.clear_zeros(self.value_dim * s.key_bytes)
+        self.state, self.spare = self.total, self.span
+        following = k.variable(k.i64(ENDLESS))
+        with self.each_query() as walk:
+            with k.range(0, self.rows) as r:
+                query = k.at(self.head_queries, r * self.units * s.number_bytes)
+                k.call(self.parts.pack, query, self.query("q", r), a.head_dim, self.units, a.q_column, a.flip)
+                clear_row(k, s, k.at(self.total, self.state_at + r * self.state_row), self.slots)
+            lists = self.item.chosen + self.head * a.chosen_head
+            k.store(lists, walk, WALK.offset("next"))
+            following.set(k.min(following.get(), self.next_key(lists)))
+        with k.forever() as leave_if:
+            first = following.get()
+            leave_if(first >= ENDLESS)
+            following.set(k.i64(ENDLESS))
+            with self.each_query() as walk:
+                at = k.variable(k.load(I64, walk, WALK.offset("next")))
+                end = k.min((first & -SPAN) + SPAN, self.row_limit(k.i64(0)))
+                with k.when(self.next_key(at.get()) < end):
+                    with k.range(0, self.rows) as r:
+                        clear_row(k, s, k.at(self.head_span, r * self.state_row), self.slots)
+                    self.take_span(at, end)
+                    with k.range(0, self.rows) as r:
+                        total = k.at(self.total, self.state_at + r * self.state_row)
+                        k.call(self.parts.merge, total, k.at(self.head_span, r * self.state_row), self.slots)
+                    k.store(at.get(), walk, WALK.offset("next"))
+                following.set(k.min(following.get(), self.next_key(at.get())))
+        with self.each_query(), k.range(0, self.rows) as r:
+            self.finish(r)
+
+    def next_key(self, at: Value) -> Value:
+        """Returns the number of a query's next key, ENDLESS if it sees no more."""
+        k = self.k
+        key = k.zext(k.load(I32, k.pointer(at)), I64)
+        return k.select(key < self.row_limit(k.i64(0)), key, k.i64(ENDLESS))
+
+    def take_span(self, at: Variable, end: Value) -> None:
+        """Takes the rows of a query through its keys below `end`, of one span, as many tiles at once as have slots."""
+        k, s, a, choice = self.k, self.s, self.a, self.choice
+        may_hide = s.program is not None and s.program.may_hide
+        with k.forever() as leave_if:
+            leave_if(self.next_key(at.get()) >= end)
+            tiles, slots, keys = choice.fill(at, end)
+            choice.locate(self.k_places, False, self.keys, a.k_page, a.k_row, keys, choice.keys)
+            arguments = (self.head_queries, self.k_places, a.k_row, keys, self.units, self.rows, a.head_dim)
+            k.call(self.parts.score, self.joint_scores, *arguments)
+            places = self.places_of_values
+            choice.locate(places, True, self.values, a.v_page, a.v_row, slots, choice.base)
+            first_key = k.variable(k.i64(0))
+            with choice.each_tile(tiles) as (first, count):
+                self.spread_scores(first_key, first, count)
+                choice.begin(first)
+                self.v_places = k.at(self.places_of_values, first * 8)
+                self.add_tile(k.i64(0), count, k.i64(0) if may_hide else count, k.i64(0))
+
+    def spread_scores(self, first_key: Variable, first: Value, count: Value) -> None:
+        """Copies the scores of a tile's slots; an absent key scores as its partner does."""
+        k, s = self.k, self.s
+        if self.choice.unit == 1:
+            with k.range(0, self.rows) as r, k.range(0, count, s.lanes) as j:
+                x = k.load(s.vector, self.joint_scores, r * score_row(s) + (first + j) * s.number_bytes)
+                k.store(x, self.scratch, r * score_row(s) + j * s.number_bytes)
+            return
+
+        def move(key: Value, slot: Value) -> None:
+            with k.range(0, self.rows) as r:
+                x = k.load(s.number, self.joint_scores, r * score_row(s) + key * s.number_bytes)
+                k.store(x, self.scratch, r * score_row(s) + slot * s.number_bytes)
+
+        self.choice.spread(first_key, first, count, move)
+
+    def tile_limit(self, r: Value, start: Value, count: Value) -> Value:
+        return count
+
+    def places_of_keys(self, start: Value) -> list[Value]:
+        """Returns the position of the first of all keys, and the slots."""
+        return [self.a.k_start, self.choice.slots]
+
+    def weigh(self, start: Value, count: Value, clear: Value) -> Value:
+        """Makes weights of every row's scores; those of absent keys become zeros of their partners' signs."""
+        k, joint = self.k, super().weigh(start, count, clear)
+        if self.choice.unit > 1:
+            kind = I16 if self.s.weight_elements > 1 else self.s.integer
+            size, sign = (2, -0x8000) if kind is I16 else (self.s.number_bytes, -(1 << 31))
+            with self.choice.each_absent(count) as (slot, partner), k.range(0, self.rows) as r:
+                row = self.weights(r)
+                k.store(k.load(kind, row, partner * size) & sign, row, slot * size)
+        return joint

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...problem.problem import SPAN, TILE
 from ..language.lookups import lines
-from ..language.vector import F32, I1, I64, PTR, Function, Module, Value, vec
+from ..language.vector import F32, I1, I64, PTR, Function, Module, Value, Variable, vec
 from ..memory.formats import load_scales
 from ..memory.records import BLOCK, ENDS, LANES, PLACES, ROW_AT, Item
 from ..memory.shape import Shape
@@ -27,6 +27,7 @@ from .panel_states import clear_state, copy_state, load_state, merge_states, sto
 from .panel_weights import scale_weights, softmax_tile
 from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
+from .slots import Choice, choose_tile, locate_chosen, number_of, spread_tile
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries
 from .task import Seen, attention_module
@@ -40,7 +41,7 @@ class _Parts:
         self.shape = s
         self.module = Module(f"forward_{s.storage}")
         m, product = self.module, product_of(s)
-        self.per_query_streams = per_query_streams(s.program) if s.program else []
+        self.per_query_streams = per_query_streams(s.program) if s.program and not s.chosen else []
         self.score = score_tile(m, s, [lines(x, TILE) for x in self.per_query_streams])
         self.prefetch_addresses = prefetch_addresses(m, s, s.program) if self.per_query_streams else None
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
@@ -48,7 +49,12 @@ class _Parts:
         self.scale_weights = scale_weights(m, s) if s.scale_block else None
         self.value, self.predicated = product.value_tile(m), product.predicated_tile(m)
         self.expression = expression_tile(m, s, s.program) if s.program else None
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
+        skips = s.program and s.program.may_hide and not s.chosen
+        self.visibility = visibility(m, s, s.program) if skips else None
+        self.choose = choose_tile(m, s.chosen_unit) if s.chosen else None
+        self.choose_keys = choose_tile(m, 1) if s.chosen and s.chosen_unit > 1 else None
+        self.locate_chosen = locate_chosen(m) if s.chosen else None
+        self.spread = spread_tile(m, s) if s.chosen else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
@@ -62,7 +68,7 @@ class _Parts:
 
 def forward_module(s: Shape, symbol: str) -> Module:
     """Writes the kernel for one shape; `symbol` is the region's public name."""
-    return attention_module(_Parts(s), _Task, symbol)
+    return attention_module(_Parts(s), _ChosenTask if s.chosen else _Task, symbol)
 
 
 class _Task(PanelWork):
@@ -84,7 +90,7 @@ class _Task(PanelWork):
         self.first_key = item.first_key if self.s.resumed else k.i64(0)
         _, position = self.places_of((self.first + self.rows - 1) // a.group, head * a.group)
         self.last = self.limit(position)  # how many keys the last row sees
-        self.goes_on = self.s.partial or self.s.resumed
+        self.goes_on = self.s.partial or self.s.resumed or self.s.chosen
         self.in_total = k.const(1, I1) if self.goes_on else (self.last > SPAN) | self.last.equals(0) | self.several
         self.follows, self.prefetch = find_prefetch(self)
 
@@ -481,28 +487,27 @@ class _Task(PanelWork):
         follows = k.zext(self.follows & (tile.start + TILE >= self.last), I64)
         # keys that any but the last vector of queries sees
         wide = k.max(k.load(I64, limits, (s.panel - s.lanes - 1) * 8) - start, k.i64(0)) if s.has_narrow_tail else high
-        arguments = (panel.part("queries"), keys, tile.k_row, high, s.packed_units(a.head_dim), check, self.fetch)
         codes, rest = [], []
         if s.scale_block:
             codes = [s.count_units(a.value_dim if s.latent else a.head_dim)]
         if tile.rest is not None:
             at, row = tile.rest
             rest = [k.at(at, first * row), row, s.count_units(a.latent_dim)]
-        k.call(
-            parts.score, self.scratch, *arguments, k.p["a"], follows, self.prefetch, wide, *scales[:1], *codes, *rest
-        )
+        self.score_panel(panel, (keys, tile.k_row, high), (follows, wide), [*scales[:1], *codes, *rest])
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
-            where = (position, start, high, self.item.index, masked, full, self.fetch)
+            where = (self.first_position(start), start, high, self.item.index, masked, full, self.fetch)
             hides = k.const(1, I1) if s.program.score is not None else (masked > 0) | (full < high)
             with k.when(hides):
+                where = (*where, *self.slots())
                 k.call(parts.expression, k.p["a"], self.scratch, self.scratch, check, lanes, limits, *where)
+        clear, shown = self.hide_absent(clear, shown, high)
         arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
         unpredicated = k.call(parts.softmax, self.scratch, *arguments, *scales[1:] * s.scales_weights)
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        seen_keys = clear, unpredicated, wide, high
+        seen_keys = self.predicated_to(clear), unpredicated, wide, high
         if parts.scale_weights is None:
             self.add_values(state, tile, values, seen_keys, self.scratch)
             return
@@ -512,6 +517,34 @@ class _Task(PanelWork):
             first = n * s.scale_block
             columns = first, k.min(k.i64(s.scale_block), a.value_dim - first)
             self.add_values(state, tile, values, seen_keys, scaled, columns)
+
+    def score_panel(
+        self, panel: Panel, keys: tuple[Value, Value, Value], ahead: tuple[Value, Value], more: list[Value],
+        to: Value | None = None,
+    ) -> None:  # fmt: skip
+        """Scores a panel. keys: where they lie, their row, how many. ahead: whether a task follows, and how many keys
+        any but the last vector sees.
+        """
+        k, a, (at, row, count), (follows, wide) = self.k, self.a, keys, ahead
+        queries, units = panel.part("queries"), self.s.packed_units(a.head_dim)
+        arguments = (queries, at, row, count, units, self.part("check"), self.fetch, k.p["a"], follows, self.prefetch)
+        k.call(self.parts.score, self.scratch if to is None else to, *arguments, wide, *more)
+
+    def first_position(self, start: Value) -> Value:
+        """Returns the position that keys of a tile are counted from: that of its first one."""
+        return start + self.a.k_start
+
+    def hide_absent(self, clear: Value, full: Value, count: Value) -> tuple[Value, Value]:
+        """Hides keys that are in a unit with chosen ones, and not chosen; returns what is left of [clear, full)."""
+        return clear, full
+
+    def predicated_to(self, clear: Value) -> Value:
+        """Returns up to which key products look at what lanes see."""
+        return clear
+
+    def slots(self) -> list[Value]:
+        """Returns where a tile's keys say which they are; nothing where these lie side by side."""
+        return []
 
     def add_values(
         self, state: Value, tile: Tile, values: Value, keys: tuple[Value, ...], weights: Value,
@@ -540,3 +573,116 @@ class _Task(PanelWork):
             add(parts.predicated, k.i64(0), clear, wide)
         add(parts.value, clear, full)
         add(parts.predicated, full, steps, wide)
+
+
+class _ChosenTask(_Task):
+    """One block of the rows of one query of a kv head, which see the keys of a list.
+
+    Keys of several tiles are scored at once, then weighed and added tile by tile.
+    """
+
+    key_count: Value  # keys that are scored at once
+    tile_of_keys: tuple[Variable, Value, Value]  # where the next tile's scores are; its first slot, and how many it has
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        super().__init__(k, parts)
+        self.choice = Choice(self, parts.choose, parts.locate_chosen, parts.choose_keys)
+
+    def item_of(self, number: Value) -> Any:
+        return self.item_of_chosen(number)
+
+    def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
+        a = self.a
+        return number // item.blocks // a.item_count, number % item.blocks * (a.panels * self.s.panel)
+
+    def take_all(self) -> None:
+        """Takes all panels through the spans that have chosen keys."""
+        k, a, s, limit = self.k, self.a, self.s, self.last
+        with k.range(0, self.panels) as i:
+            self.pack(Panel(self, i))
+        self.choice.clear_zeros(a.value_dim * s.key_bytes)
+        at = k.variable(self.item.chosen + self.head * a.chosen_head)
+        with k.forever() as leave_if:
+            key = self.choice.next_key(at)
+            leave_if(key >= limit)
+            end = k.min((key & -SPAN) + SPAN, limit)
+            with k.range(0, self.panels) as i:
+                clear_state(k, s, Panel(self, i).part("span"), a.width + 2)
+            with k.forever() as leave_span_if:
+                leave_span_if(self.choice.next_key(at) >= end)
+                self.take_tiles(at, end)
+            with k.range(0, self.panels) as i:
+                panel = Panel(self, i)
+                k.call(self.parts.merge, panel.part("total"), panel.part("span"), a.value_dim)
+        self.finish()
+
+    def take_tiles(self, at: Variable, end: Value) -> None:
+        """Takes all panels through the next tiles of a span: as many as have room."""
+        k, s, choice, zero = self.k, self.s, self.choice, self.k.i64(0)
+        tiles, slots, self.key_count = choice.fill(at, end)
+        choice.begin(zero)
+        staged = self.stage_tile(zero, slots)
+        with k.range(0, self.panels) as i:
+            panel, first_key = Panel(self, i), k.variable(zero)
+            rest = []
+            if staged.rest is not None:
+                rest = [*staged.rest, s.count_units(self.a.latent_dim)]
+            keys = staged.keys, staged.k_row, self.key_count
+            self.score_panel(panel, keys, (zero, self.key_count), rest, self.part("joint"))
+            with choice.each_tile(tiles) as (first, count):
+                choice.begin(first)
+                self.tile_of_keys = first_key, first, count
+                start = number_of(k.load(I64, choice.slots)) & -TILE
+                values = product_of(s).values_from(k, staged.values, first, staged.v_row)
+                tile = staged._replace(start=start, length=count, values=values, rest=None)
+                self.panel_tile(panel, tile, Seen(zero, count, zero, zero if s.hides else count))
+
+    def score_panel(self, panel: Panel, keys: Any, ahead: Any, more: list[Value], to: Value | None = None) -> None:
+        """Scores a panel into memory that is given; else finds a tile's scores there."""
+        if to is not None:
+            super().score_panel(panel, keys, ahead, more, to)
+            return
+        first_key, _, count = self.tile_of_keys
+        arguments = (self.part("joint"), self.scratch, self.part("check"), self.choice.slots, first_key.get(), count)
+        first_key.set(self.k.call(self.parts.spread, *arguments))
+
+    def stage_keys(self, to: Value, places: Value, start: Value, count: Value) -> None:
+        super().stage_keys(to, places, start, self.key_count)
+
+    def hide_absent(self, clear: Value, full: Value, count: Value) -> tuple[Value, Value]:
+        k, s = self.k, self.s
+        if self.choice.unit == 1:
+            return clear, full
+        with self.choice.each_absent(count) as (slot, _):
+            for v in range(s.vectors):
+                k.store(k.const(float("-inf"), s.vector), self.scratch, slot * s.row_bytes + s.lane_offset(v))
+        return (clear, full) if self.may_hide else (count, count)
+
+    @property
+    def may_hide(self) -> bool:
+        return self.s.program is not None and self.s.program.may_hide
+
+    def predicated_to(self, clear: Value) -> Value:
+        """Returns 0 where all lanes see the same keys: values of absent ones are zeros."""
+        return clear if self.may_hide or self.choice.unit == 1 else self.k.i64(0)
+
+    def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
+        """Finds the addresses of keys ("k"), their second part ("rotary") or values ("v")."""
+        k, a, choice = self.k, self.a, self.choice
+        match name:
+            case "k":
+                base, page, row = self.keys, a.k_page, a.k_row
+            case "v":
+                base, page, row = self.values, a.v_page, a.v_row
+            case _:
+                base, page, row = self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
+        of_values = name == "v"
+        slots, count = (choice.base, count) if of_values else (choice.keys, self.key_count)
+        choice.locate(places, of_values, base, page, row, count, slots)
+        return k.i64(0)
+
+    def first_position(self, start: Value) -> Value:
+        return self.a.k_start
+
+    def slots(self) -> list[Value]:
+        return [self.choice.slots]

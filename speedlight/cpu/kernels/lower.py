@@ -23,6 +23,7 @@ from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, Vari
 from ..memory.records import WRONG
 from ..memory.records import field as field_at
 from ..memory.shape import Shape
+from .slots import number_of
 
 # what Python's operators on values emit
 _INFIX = {
@@ -447,7 +448,9 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     from score_tile, of the keys that the mask shows. An index out of range at a visible key is noted in `wrong`, of the
     worker whose `scratch` this is.
     """
-    words = "a* scratch* scores* check* lanes* limits* first start n_keys batch clear full ahead*"
+    words = (
+        "a* scratch* scores* check* lanes* limits* first start n_keys batch clear full ahead*" + " slots*" * s.chosen
+    )
     notes = module.once("note_first", lambda module: note_first(module, s))
     k = module.function("expression_tile", prototype(words), special=True)
     p = k.p
@@ -466,18 +469,20 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         for root in (program.score, program.mask):
             if root is not None:
                 lowering.before_keys(root, env)
-        streams = lowering.streams(
-            program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
-        )
+        roots = [] if s.chosen else [x for x in (program.score, program.mask) if x is not None]
+        streams = lowering.streams(program, roots, env, k.at(p["ahead"], lane))
         risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
+
+        def key_at(j: Value) -> Value:
+            return p["first"] + (number_of(k.load(I64, p["slots"], j * 8)) if s.chosen else j)
 
         def keys(lowering: Lowering, js: list[Value], ms: list[Value]) -> None:
             """Keys, which are those of `ms` among the ones whose streams are filled."""
             rows = [k.at(p["scores"], j * s.row_bytes) for j in js]
             turns = []
             for j, m, row, values in zip(js, ms, rows, lowering.next_keys(len(js)), strict=True):
-                now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)}
+                now = env | {"j": lowering.integer(key_at(j)), "s": k.load(s.vector, row, at)}
                 values = lowering.values | values | {id(x.node): x.value(m) for x in streams}
                 turns.append(Turn(j, now, values, dict(lowering.wrong)))
             xs: list[Value] = [turn.env["s"] for turn in turns]
@@ -497,7 +502,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
 
                     def position(j: Value = turn.key) -> list[Value]:
                         heads, rows = (k.load(wide, k.at(p["lanes"], lane), n * s.panel * 8) for n in (1, 0))
-                        return [heads, rows, k.splat(p["first"] + j, s.lanes)]
+                        return [heads, rows, k.splat(key_at(j), s.lanes)]
 
                     def looked_at(j: Value = turn.key, y: Value | None = y) -> Value:
                         inside = k.splat(j, s.lanes) < seen
@@ -521,14 +526,14 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         first = env | {"j": lowering.integer(p["first"] + begin)}
 
         def take(lowering: Lowering) -> None:
-            for root in (program.score, program.mask):
+            for root in () if s.chosen else (program.score, program.mask):
                 if root is not None:
                     lowering.begin_keys(root, first)
             lowering.keys_at_once(
                 streams, env, p["first"], (begin, p["n_keys"]), functools.partial(keys, lowering), count
             )
 
-        single = lowering.single(program, first, p["n_keys"] - begin)
+        single = None if s.chosen else lowering.single(program, first, p["n_keys"] - begin)
         if single is None:
             take(lowering)
         else:
@@ -549,7 +554,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
 
     `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
     """
-    words = "a* scratch* scores* first count limit clear batch head position"
+    words = "a* scratch* scores* first count limit clear batch head position" + " slots*" * s.chosen
     notes = module.once("note_first", lambda module: note_first(module, s))
     k = module.function("expression_row", prototype(words), special=True)
     p, n = k.p, s.lanes
@@ -564,7 +569,8 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
     with k.range(k.i64(0) if program.score is not None else p["clear"] & -n, p["count"], n) as j:
         lanes = k.splat(j, n) + k.iota(n)
         x = k.load(s.vector, p["scores"], j * s.number_bytes)
-        now = env | {"j": lowering.integer(k.splat(p["first"], n) + lanes)}
+        keys = k.splat(p["first"], n) + (number_of(k.load(lanes.type, p["slots"], j * 8)) if s.chosen else lanes)
+        now = env | {"j": lowering.integer(keys)}
         values, seen = dict(lowering.values), lanes < k.splat(p["limit"], n)
         if program.score is not None:
             now["s"] = x * scale
@@ -574,7 +580,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
             x, seen = k.select(visible, x, k.const(float("-inf"), s.vector)), seen & visible
 
         def position() -> list[Value]:
-            return [k.splat(p["head"], n), k.splat(p["position"], n), k.splat(p["first"], n) + lanes]
+            return [k.splat(p["head"], n), k.splat(p["position"], n), keys]
 
         _note_wrong(lowering, notes, position, lambda: seen, risky, [], j)
         k.store(x, p["scores"], j * s.number_bytes)

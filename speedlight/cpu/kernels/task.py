@@ -177,6 +177,13 @@ class Work:
         at = self.row_of_ticket(k.pointer(a.items), a.item_count, ITEM_BYTES, 8 * ITEM.first, number)
         return Item._make(k.load(I64, at, 8 * word) for word in ITEM)
 
+    def item_of_chosen(self, number: Value) -> Any:
+        """Returns the query of a ticket over chosen keys: head by head, so that a head's keys stay in the caches."""
+        k, table = self.k, self.k.pointer(self.a.items)
+        blocks = k.load(I64, table, 8 * ITEM.blocks)  # all items have as many
+        at = k.at(table, number // blocks % self.a.item_count * ITEM_BYTES)
+        return Item._make(k.load(I64, at, 8 * word) for word in ITEM)
+
 
 def call_at(k: Function, address: Value, *args: Value) -> None:
     """Calls a function without result, at an address."""

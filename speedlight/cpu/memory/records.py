@@ -15,6 +15,7 @@ from ...problem.problem import QUERY_BLOCK, TILE
 from ...problem.tokens import BLOCK as BLOCK
 
 SLACK = 8  # numbers past the last of a list of pages: they are read, not used
+AHEAD = 16  # chosen keys past a tile's that are fetched ahead
 PLACES = 192  # addresses of a tile's keys, of what is fetched ahead of it, and what one store may write past them
 ENDLESS = 1 << 62  # tokens or pages: there is no end
 
@@ -58,6 +59,7 @@ class Item(NamedTuple):
     # of rows that go on from states: the first key that those have not seen; where the rows are (ROW_AT)
     first_key: Any
     rows: Any
+    chosen: Any  # address of the list of chosen keys of its only query, for the first kv head
 
 
 ITEM = Item._make(range(len(Item._fields)))
@@ -152,6 +154,7 @@ _COMMON = (
     # of codes in arrays: where the scales of keys and values lie, new for each call; and their distances
     "k_scales", "v_scales",
     "k_scale_head", "k_scale_row", "k_scale_page", "v_scale_head", "v_scale_row", "v_scale_page",
+    "chosen_head",  # bytes from a kv head's lists of chosen keys to the next one's
 )  # fmt: skip
 TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
 CALL = slice(len(HEAD), len(HEAD) + len(_CALL))
@@ -177,6 +180,8 @@ APPEND = Record(
 )  # fmt: skip
 RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # list: of its blocks' numbers, or 0
 
+SLOTS = TILE + AHEAD + 16  # chosen keys of a tile, those that are fetched ahead, and what a vector reads past them
+
 # --- scratch: each part, and its bytes; parts begin on cache lines
 
 
@@ -192,6 +197,7 @@ class ForwardSizes(NamedTuple):
     staged_values: int
     scales: tuple[int, int]  # of a key, and of a value; none but of codes
     blocks: bool  # scales are of blocks of columns
+    chosen: int = 0  # bytes of a value, where keys are chosen
 
     @property
     def row(self) -> int:
@@ -221,6 +227,10 @@ FORWARD_SCRATCH: Mapping[str, Callable[[ForwardSizes], int]] = {
     "scales": lambda z: sum(z.scales) * TILE * 4,  # of a tile's keys, then of its values: [scale, TILE]
     # [TILE, panel] weights times the scales of some columns
     "scaled": lambda z: z.blocks * z.tile_rows * z.row,
+    "slots": lambda z: (z.chosen > 0) * SLOTS * 8,  # of the chosen keys of some tiles
+    "chosen_keys": lambda z: (z.chosen > 0) * SLOTS * 8,  # … without those that are absent
+    "zeros": lambda z: z.chosen,  # a value
+    "joint": lambda z: (z.chosen > 0) * z.tile_rows * z.row,  # [TILE, panel] scores of some tiles
     "panels": lambda z: 0,  # one after another to the end
 }
 PANEL: Mapping[str, Callable[[ForwardSizes], int]] = {
@@ -243,18 +253,21 @@ class DecodeSizes(NamedTuple):
     vector: int  # bytes
     scales: int  # of a value, where they are of blocks of columns; else 0
     lists_scales: bool  # codes lie in arrays, and their scales in others
+    chosen: int = 0  # bytes of a value, where keys are chosen
+    queries: int = 1  # of a task over chosen keys
 
     @property
     def states(self) -> int:
         """Bytes of a state for every row of every head: max, sum, then the accumulator in slots of one vector."""
-        return self.heads * self.rows * (self.slots + 1) * self.vector
+        return self.queries * self.heads * self.rows * (self.slots + 1) * self.vector
 
 
 # what a tile leaves of each row: the factor of what came before, the sum of weights, keys seen
 ROW = Record("alpha", "sum", "limit")
+WALK = Record("next")  # of a query: where in its list the next chosen key is
 DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "scores": lambda z: z.heads * z.rows * TILE * z.number,  # [heads, rows, TILE], then weights in their place
-    "queries": lambda z: z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
+    "queries": lambda z: z.queries * z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
     "sums": lambda z: z.rows * z.slots * z.vector,  # [rows, slots] of a tile's values
     "span": lambda z: z.states,
     "total": lambda z: z.states,
@@ -262,6 +275,11 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values, each with those to fetch
     "scaled": lambda z: z.scales * z.rows * TILE * z.number,  # [scale, rows, TILE] weights times scales
     "scales": lambda z: z.lists_scales * TILE * 4,  # of a tile's keys, or of its values, where they lie in arrays
+    "slots": lambda z: (z.chosen > 0) * SLOTS * 8,  # of the chosen keys of a tile
+    "chosen_keys": lambda z: (z.chosen > 0) * SLOTS * 8,  # … without those that are absent
+    "zeros": lambda z: z.chosen,  # a value
+    "walks": lambda z: (z.chosen > 0) * z.queries * WALK.bytes,  # of each query
+    "joint": lambda z: (z.chosen > 0) * (z.rows * TILE * z.number + 64),  # [rows, TILE] scores of some tiles
 }
 
 # what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left
@@ -393,6 +411,7 @@ STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for
 DECODE = Record(
     *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new",
     "states", "state_head", "leaves",  # as FORWARD has them
+    "queries",  # of a task over chosen keys
 )  # fmt: skip
 # new for each call, as CALL
 STATES = {

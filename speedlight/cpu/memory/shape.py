@@ -40,12 +40,13 @@ class Shape:
     scattered: bool = False
     partial: bool = False  # of some of the keys: rows go on from a state; what flows adds to sums that are there
     resumed: bool = False  # rows go on from the states of keys that several sequences share
+    chosen: bool = False  # an item is one query, which sees the keys of a list
 
     @property
     def stem(self) -> str:
         """The readable part of the kernel's name."""
         types = self.storage if self.widened is None else f"{self.storage}_{self.widened}"
-        flags = "resumed", "partial", "dropout", "in_parts"
+        flags = "resumed", "partial", "dropout", "in_parts", "chosen"
         marks = "".join([f"_{name}" for name in flags if getattr(self, name)])
         name = f"{self.kind}{marks}_{types}_{self.isa.name}"
         return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
@@ -92,7 +93,8 @@ class Shape:
     @property
     def hides(self) -> bool:
         """Has a mask or score that may show keys behind hidden ones."""
-        return self.program is not None and self.program.may_hide
+        absent = self.chosen and self.chosen_unit > 1
+        return absent or (self.program is not None and self.program.may_hide)
 
     @property
     def scatters_values(self) -> bool:
@@ -241,6 +243,11 @@ class Shape:
     def piece(self) -> int:
         """Tokens that lie side by side in a tile of keys or values: one by one in rows, or a cache's block."""
         return BLOCK if self.cached else 1
+
+    @property
+    def chosen_unit(self) -> int:
+        """Keys that have slots together where one of them is chosen."""
+        return self.elements * self.together
 
     # --- types (plans and kernels that were kept are named without them, and without llvmlite's 6 ms)
 
