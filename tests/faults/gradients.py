@@ -61,9 +61,9 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of queries begin where a call does",
-        "cpu/kernels/gradient_blocks.py",
-        "self.row = (item.block + self.step // a.group) * QUERY_BLOCK - (item.start + a.k_start)",
-        "self.row = (self.step // a.group) * QUERY_BLOCK",
+        "cpu/kernels/weight_blocks.py",
+        "self.row = (item.block + step // a.group) * QUERY_BLOCK - (item.start + a.k_start)",
+        "self.row = (step // a.group) * QUERY_BLOCK",
         "tests/conformance/backward/test_backward.py -k absolute_positions",
     ),
     Mutation(

@@ -23,6 +23,7 @@ from ..runtime.workers import get_threads, machine
 from . import forward_call
 
 if TYPE_CHECKING:
+    from ...problem.key_weights import WeightRequest
     from ...problem.plan import Plan
     from ...problem.prepared import Prepared
 
@@ -52,6 +53,15 @@ class CpuEngine(Engine):
             from . import backward_call
 
         return backward_call.prepare(request, layout, stated, operands, get_threads(), current_isa())
+
+    def weigh_keys(
+        self, request: WeightRequest, layout: str, stated: Stated, arrays: tuple[Array, Array, Array, Array]
+    ) -> None:
+        """Reduces weights of q, k and lse, or their rows, into zeros."""
+        with importing:
+            from . import weights_call
+
+        weights_call.fill(request, layout, stated, weights_call.WeightArrays(*arrays), get_threads(), current_isa())
 
     def append(
         self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: np.ndarray, before: list[int],
