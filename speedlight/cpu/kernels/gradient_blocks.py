@@ -20,14 +20,14 @@ class PairParts(WeightParts):
 
     def __init__(self, s: Shape, name: str) -> None:
         program = s.program
-        changes_flow = program is not None and program.changes_flow
-        last = not changes_flow and not s.dropout
+        changed = program if program is not None and program.changes_flow else None
+        last = changed is None and not s.dropout
         super().__init__(s, name, last=last)
         m = self.module
         self.copy = copy_vectors(m, s)
         self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
         self.delta = dot_of_panels(m, s)
-        self.flow = score_backward_tile(m, s, program) if changes_flow else None
+        self.flow = score_backward_tile(m, s, changed) if changed is not None else None
         self.keeps_raw = needs_raw(program)
         self.factors, self.multiplied = (drop_factors(m, s), multiply_vectors(m, s)) if s.dropout else (None, None)
         self.units = make_units(m, s) if s.elements > 1 and not last else None

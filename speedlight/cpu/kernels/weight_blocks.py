@@ -154,7 +154,9 @@ class BlockWork(PanelWork):
             seen.set(self.seen_of(self.box(k.i64(0), self.a.panels), start, start + count))
         return seen.get() > 0
 
-    def stage(self, name: str, part: str, source: Value, length: Value, start: Value, count: Value) -> list[Value]:
+    def stage(
+        self, name: str, part: str, source: Value, length: Value, start: Value, count: Value
+    ) -> tuple[Value, Value]:
         """Returns where rows of a tile lie, and how far apart; copied to a part of scratch where micro-kernels cannot
         read them where they are.
 
@@ -166,7 +168,7 @@ class BlockWork(PanelWork):
         is_staged, tile_row = getattr(a, f"{name}_staged").differs(0), units * s.number_bytes
         with k.when(is_staged):
             k.call(self.parts.stage, target, source, tile_row, row, column, k.i64(0), count, length, units)
-        return [k.select(is_staged, target, source), k.select(is_staged, tile_row, row)]
+        return k.select(is_staged, target, source), k.select(is_staged, tile_row, row)
 
     def if_seen(self, panel: Panel, tile: Tile, then: Callable[[Panel, Tile, Value, Value, Value], None]) -> None:
         """Calls then(panel, tile, first, end, clear) if a panel sees any of a tile: keys [first, end). The mask hides
