@@ -35,7 +35,7 @@ def key_weights(
     gradients; call it under torch.no_grad() where tensors require grad.
 
     Args:
-        q, k: as attention() had them; k of q's dtype.
+        q, k: as attention() had them; k of q's dtype. Those of a cache are cache.keys(layer).
         lse: the log-sum-exps that attention(…, return_lse=True) returned for them.
         reduce: "sum", or "max". A sum has the order of attention_backward()'s dv, for an upstream gradient of 1: it is
             the same to the bit for any number of threads. A maximum is exact, NaN above all.

@@ -74,13 +74,12 @@ class Weights:
         k, s, p = self.k, self.s, self.k.p
         normal = products = k.const(1, ir.IntType(1))
         for v in range(s.vectors):
-            score, raw = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 3))
+            rows = (1, 3, 4) if s.differentiates else (1, 3)
+            score, raw, *flow = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in rows)
             normal = normal & k.all(k.abs(raw if self.scale else score) < float("inf"))
             normal = normal & k.all(k.abs(self.lse[v]) < self.far)
-            products = products & k.all(k.abs(raw) < float("inf"))
-            if s.differentiates:
-                flow = k.load(s.vector, p["check"], 4 * s.row_bytes + s.lane_offset(v))
-                products = products & k.all(k.abs(flow) < float("inf"))
+            for x in (raw, *flow):
+                products = products & k.all(k.abs(x) < float("inf"))
         keys = s.elements if s.isa.overwrites_addends else 2  # each has constants of its own: fewer registers are left
         start = k.select(normal, p["full"] & -2, k.i64(0))
         with k.range(0, start, keys) as j:

@@ -154,6 +154,17 @@ def test_keys_that_items_share(rng):
     assert sl.key_weights(q, parts, lse).tobytes() == sl.key_weights(q, k, lse).tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_keys_of_a_cache(rng, dtype):
+    """keys() of a cache are its keys, or what its codes stand for."""
+    q, k, _ = qkv(rng, "float32", 1, 4, 2, 70, 70, 16, 1)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=80, dtype=dtype)
+    _, lse = cache.attend(0, q, k, k, return_lse=True)
+    weights = sl.key_weights(q, cache.keys(0), lse, causal=True)
+    np.testing.assert_allclose(weights.sum(axis=-1), 70, rtol=1e-5)
+    assert_weights(q, cache.keys(0), lse, causal=True)
+
+
 # --- special values, and what is hidden
 
 
