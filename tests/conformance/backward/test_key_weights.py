@@ -197,6 +197,18 @@ def test_rows_that_weigh_nothing(rng, dtype):
     assert not sl.key_weights(q, k, lse).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_panels_that_see_part_of_a_vector(rng, dtype):
+    """The last rows of each panel weigh nothing: the others see a number of keys that fills no vectors."""
+    q, k, _ = qkv(rng, dtype, 1, 2, 1, 200, 200, 16, 1)
+    lse = lse_of(q, k, causal=True)
+    rows = np.arange(200) % 16
+    lse[..., (rows > 4) & (np.arange(200) < 190)] = -INF
+    assert_weights(q, k, lse, causal=True)
+    lse[..., rows > 0] = -INF
+    assert_weights(q, k, lse, causal=True)
+
+
 def test_nothing_to_see(rng):
     for q_len, k_len in ((0, 5), (5, 0), (0, 0)):
         for batch in (0, 2):
