@@ -15,6 +15,7 @@ In order of use; help(speedlight.attention) has every option:
     merge                attention over shards of the keys, joined
     merge_states         merge() in FlashInfer's order of arguments
     attention_backward   gradients, without PyTorch
+    key_weights          how much each key weighs over queries, without the matrix of weights
 
   masks and scores: a function of positions, a pattern, or an array
     causal, window, prefix, documents, padding, dilated, blocks                 masks; join them with & | ~
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from . import reference
     from .calls.append_paged import append_paged
     from .calls.backward import attention_backward
+    from .calls.key_weights import key_weights
     from .calls.merge import merge, merge_states
     from .calls.paged import attention_paged
     from .calls.pictures import view
@@ -123,6 +125,7 @@ _NAMES = {
     "calls.append_paged": "append_paged",
     "front": "attention",
     "calls.backward": "attention_backward",
+    "calls.key_weights": "key_weights",
     "calls.paged": "attention_paged",
     "calls.merge": "merge merge_states",
     "calls.plan": "plan",
@@ -191,6 +194,7 @@ __all__ = [
     "expression",
     "floor",
     "get_threads",
+    "key_weights",
     "log",
     "log1p",
     "log2",

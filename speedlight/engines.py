@@ -124,7 +124,8 @@ def plan(
     if threads is not None:
         if device_name(device) != "cpu":
             raise ArgumentError(f"threads: expected None for {device}, which has none; got {threads}. Leave it out.")
-        found = cpu().planner(backward=backward).plan(problem, strides, threads, exact=exact)
+        chosen = problem.chosen is not None
+        found = cpu().planner(backward=backward, chosen=chosen).plan(problem, strides, threads, exact=exact)
         return found if threads <= threads_now() else replace(found, measured=None)
     if backward and device_name(device) != "cpu":
         raise UnsupportedError(

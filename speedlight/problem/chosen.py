@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array import is_masked
+from ..arrays.dlpack import has
 from ..arrays.torch_tensors import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, pass_on
 from ..expressions.program import hiding_condition
@@ -216,11 +217,19 @@ def _read(x: Any) -> np.ndarray:
         x = x.detach()
     if is_masked(x):
         raise ArgumentTypeError(f"indices: expected {what}; got a {type(x).__name__}. Use indices.filled(-1).")
+    is_array = isinstance(x, (np.ndarray, list, tuple)) or is_tensor(x)
+    if not is_array and (
+        isinstance(x, type) or not (has(x, "indices", "__array__") or has(x, "indices", "__dlpack__"))
+    ):
+        raise ArgumentTypeError(f"indices: expected {what}; got {type(x).__name__}.")
     try:
-        array = np.asarray(x.numpy() if is_tensor(x) else x)
+        if is_tensor(x):
+            array = x.numpy()
+        else:
+            array = np.asarray(x) if is_array or has(x, "indices", "__array__") else np.from_dlpack(x)
     except Exception as error:  # ragged lists, other libraries' code
         pass_on(error)
         raise ArgumentTypeError(f"indices: expected {what}; got {type(x).__name__} ({error}).") from error
-    if array.dtype.kind not in "iu" and array.size:
+    if array.dtype.kind not in "iu" and (array.size or array.dtype.kind != "f"):
         raise ArgumentTypeError(f"indices: expected whole numbers; got {array.dtype}, shape {array.shape}.")
-    return array.astype(np.int64) if array.dtype.kind not in "i" else array
+    return array.astype(np.int64) if array.dtype.kind != "i" or not array.dtype.isnative else array

@@ -244,20 +244,31 @@ def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
     """Raises unless out, lse and their upstream gradients are shaped as attention() returns them."""
     q = given.q
     check_one_dtype(problem.dtype, problem.key_dtype)
-    rows = (*q.shape[:-1], problem.value_dim), q.dtype
-    logs = tuple(q.shape[a] for a in LAYOUTS[layout][:-1]), "float64" if q.dtype == "float64" else "float32"
-    for x, (shape, dtype) in ((given.out, rows), (given.lse, logs), (given.d_out, rows), (given.d_lse, logs)):
-        if x is None:
-            continue
-        what = x.name.removeprefix("d_")
-        if x.shape != shape:
-            raise ArgumentError(f"{x.name}: expected shape {shape}, as attention() returns {what}; got {x.shape}.")
-        if x.dtype != dtype:
-            raise ArgumentTypeError(
-                f"{x.name}: expected dtype {dtype}, as attention() returns {what}; got {x.dtype}. Convert it first: "
-                f"{conversion(x.name, dtype)}."
-            )
-        check_beside(x, q)
+    shape = (*q.shape[:-1], problem.value_dim)
+    for x in (given.out, given.d_out):
+        _check_result(x, shape, q.dtype, q)
+    check_lse(given.lse, layout, q)
+    if given.d_lse is not None:
+        check_lse(given.d_lse, layout, q)
+
+
+def check_lse(lse: Array, layout: str, q: Array) -> None:
+    """Raises unless log-sum-exps, or their upstream gradient, are shaped as attention() returns them."""
+    shape = tuple([q.shape[a] for a in LAYOUTS[layout][:-1]])
+    _check_result(lse, shape, "float64" if q.dtype == "float64" else "float32", q)
+
+
+def _check_result(x: Array, shape: tuple[int, ...], dtype: str, q: Array) -> None:
+    """Raises unless a result of attention(), or its upstream gradient, has a shape and dtype, and lies beside q."""
+    what = x.name.removeprefix("d_")
+    if x.shape != shape:
+        raise ArgumentError(f"{x.name}: expected shape {shape}, as attention() returns {what}; got {x.shape}.")
+    if x.dtype != dtype:
+        raise ArgumentTypeError(
+            f"{x.name}: expected dtype {dtype}, as attention() returns {what}; got {x.dtype}. Convert it first: "
+            f"{conversion(x.name, dtype)}."
+        )
+    check_beside(x, q)
 
 
 def are_named(grads: Any) -> bool:

@@ -18,6 +18,7 @@ from ..arrays.torch_tensors import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, join_words, shown
 from ..host.rounding import standard
 from ..problem.block_tables import page_lists
+from ..problem.build import Stated
 from ..problem.checks import (
     MOST,
     cache_dtype,
@@ -31,7 +32,8 @@ from ..problem.checks import (
     states_of,
 )
 from ..problem.gradients import SINKS
-from ..problem.options import AllOptions, Options, PagedOptions
+from ..problem.key_weights import WeightRequest, requested
+from ..problem.options import AllOptions, Options, PagedOptions, ShardOptions
 from ..problem.philox import MOST_POSITIONS, kept
 from ..problem.problem import LAYOUTS
 from ..problem.rotary_angles import RotaryOptions, rotation_of
@@ -43,6 +45,7 @@ from .backward_bounds import (
     add_terms,
     folded_bound,
     key_bounds,
+    key_weight_bound,
     query_bound,
     shared_bound,
     summed_bound,
@@ -50,7 +53,7 @@ from .backward_bounds import (
 )
 from .bounds import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
 from .case import Case, Flow
-from .head_backward import backward_of
+from .head_backward import backward_of, weights_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -530,6 +533,90 @@ def weights(q: Any, k: Any, **options: Unpack[AllOptions]) -> np.ndarray:
             left = p if place.factors is None else p * place.factors
             out[place.at][:, : len(place.k)] = (left / np.where(total == 0, 1, total))[:, : len(place.k)]
     return out
+
+
+@public(ShardOptions, leaves_graph=False)
+@standard
+def key_weights(
+    q: Any, k: Any, lse: Any, *, reduce: Any = "sum", queries: Any = None, rows: Any = None,
+    **options: Unpack[ShardOptions],
+) -> np.ndarray:  # fmt: skip
+    """Returns the exact result of `speedlight.key_weights` with the same arguments, in float64.
+
+    Args:
+        q, k, lse, reduce, queries, rows: as for `speedlight.key_weights`.
+        **options: as for `speedlight.key_weights`.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> lse = sl.reference.attention(x, x, x, causal=True, return_lse=True)[1]
+    >>> sl.reference.key_weights(x, x, lse, causal=True)[0, 0].round(6).tolist()
+    [1.5, 0.5]
+    """
+    case, logs, request = _weighed(key_weights, q, k, lse, (reduce, queries, rows), options)
+    found = np.zeros(request.shape)
+    with np.errstate(all="ignore"):
+        for head in case.heads():
+            p = weights_of(head, logs[head.at].astype(np.float64)).p
+            counted, result = _weighed_place(request, head)
+            if request.reduction == "sum":
+                found[result] = p[counted].sum(axis=0)
+            elif request.reduction == "max":
+                found[result] = p[counted].max(axis=0, initial=0.0)
+            else:
+                found[result] = p[counted]
+    return found
+
+
+@public(ShardOptions, leaves_graph=False)
+def key_weights_bound(
+    q: Any, k: Any, lse: Any, *, reduce: Any = "sum", queries: Any = None, rows: Any = None, dot: bool = False,
+    **options: Unpack[ShardOptions],
+) -> np.ndarray:  # fmt: skip
+    """Bounds how far a result of `speedlight.key_weights` may be from `key_weights`, element by element.
+
+    Args:
+        q, k, lse, reduce, queries, rows: as for `speedlight.key_weights`.
+        dot: bfloat16 by the dot instruction.
+        **options: as for `speedlight.key_weights`.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x, lse = np.ones((1, 1, 2, 4), np.float32), np.full((1, 1, 2), 2.6931472, np.float32)
+    >>> bool((sl.reference.key_weights_bound(x, x, lse) < 1e-5).all())
+    True
+    """
+    check_flag("dot", dot)
+    case, logs, request = _weighed(key_weights_bound, q, k, lse, (reduce, queries, rows), options)
+    arithmetic, found = Arithmetic(case.problem, dot=dot), np.zeros(request.shape)
+    with np.errstate(all="ignore"):
+        for head in case.heads():
+            counted, result = _weighed_place(request, head)
+            of_head = logs[head.at].astype(np.float64)
+            found[result] = key_weight_bound(head, of_head, counted, arithmetic, request.reduction)
+    return found
+
+
+def _weighed(
+    function: Any, q: Any, k: Any, lse: Any, wanted: tuple[Any, Any, Any], options: Any
+) -> tuple[Case, np.ndarray, WeightRequest]:
+    """Returns the case of a call of key_weights(), its log-sum-exps and its request."""
+    k = latents.join_pair(k)
+    case = _case(function, q, k, k, options)
+    arrays = describe(q, "q"), describe(k, "k"), describe(lse, "lse")
+    stated = Stated(case.problem, case.cu_q, case.cu_k)
+    return case, arrays[2].numpy(), requested(stated, case.layout, arrays, *wanted)
+
+
+def _weighed_place(request: WeightRequest, head: Any) -> tuple[Any, Any]:
+    """Returns which of a head's rows count, and where its result goes."""
+    item, at = int(head.env["b"]), (*head.at[:-1], head.keys[-1])
+    if request.reduction != "rows":
+        first = request.skipped[item]
+        return slice(first, first + request.problem.q_lengths[item]), at
+    present = [(number, row) for number, row in enumerate(request.rows) if row < len(head.q)]
+    numbers, rows = (np.array([x[n] for x in present], np.int64) for n in range(2))
+    keys = head.keys[-1]
+    return rows, (*head.at[:-1], numbers[:, None], np.arange(keys.stop)[None, :])
 
 
 def keep_mask(dropout: float, seed: int, b: int, h: int, i: Any, j: Any) -> np.ndarray:

@@ -30,6 +30,7 @@ from .bounds import (
 from .head_backward import (
     Pairs,
     Returned,
+    Weights,
     dropped,
     exponents,
     is_far,
@@ -37,6 +38,7 @@ from .head_backward import (
     pairs_of,
     sink_weights,
     sum_of_seen,
+    weights_of,
 )
 
 Blocks = list[tuple[int, int]]  # of rows: first, and one past the last
@@ -82,7 +84,7 @@ class Sums(NamedTuple):
 def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...]) -> Terms:
     """Returns the terms of one head of the reference; 0 where a pair is hidden."""
     pairs = pairs_of(head, given, tables)
-    p_off = _weight_errors(head, given, pairs, a)
+    p_off = _weight_errors(head, given.lse, pairs, a)
     ds_off = _flow_errors(head, given, pairs, p_off, a)
     raw_off = ds_off if pairs.back is None else _through_score(head, pairs, pairs.back.s, ds_off, a)
     weights, weights_off = dropped(pairs.p, given.keep), dropped(p_off, given.keep)
@@ -136,6 +138,24 @@ def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarra
     dk = summed(*zip(*((x.pairs.raw, x.raw_off, x.ds_far, x.head.q) for x in group), strict=True))
     dv = summed(*zip(*((x.weights, x.weights_off, x.far, x.given.d_out) for x in group), strict=True))
     return _scaled(head, *dk, a), _rounded(*dv, a)
+
+
+def key_weight_bound(head: Any, lse: np.ndarray, rows: Any, a: Arithmetic, reduction: str) -> np.ndarray:
+    """[k_len]: of the sum, or the largest, of weights over some rows of a head; of "rows" [rows, k_len]."""
+    weights = weights_of(head, lse)
+    off = np.minimum(_weight_errors(head, lse, weights, a), _MOST)
+    far = weights.seen & (products_overflow(head, a) | (finite(weights.p) + off > a.weight_room) | (off == _MOST))
+    seen, p, off, far = (x[rows] for x in (weights.seen, weights.p, np.where(weights.seen, off, 0.0), far))
+    dtype = "float64" if a.wide else "float32"
+    if reduction != "sum":
+        found = _stored(p, off * (2.02 if a.wide else 1.01), 0.0, dtype)
+        found = np.where(far, np.inf, found)
+        return found if reduction == "rows" else found.max(axis=0, initial=TINY[dtype])
+    off = np.where(seen, off + a.u_weights * (p + off), 0.0)
+    blocks = _blocks(head.env["i"][rows, 0], QUERY_BLOCK) if len(p) else []
+    ones = np.ones((len(p), 1))
+    total, off = _sum_bound(head, p.T, off.T, ones, seen.T, far.T, blocks, a)
+    return _stored(total, off * (2.02 if a.wide else 1.01), 0.0, dtype)[:, 0]
 
 
 def add_share(sums: Sums, keys: Any, share: np.ndarray) -> None:
@@ -210,16 +230,16 @@ def _blocks(positions: np.ndarray, size: int) -> Blocks:
     return list(itertools.pairwise(edges))
 
 
-def _weight_errors(head: Any, given: Returned, pairs: Pairs, a: Arithmetic) -> np.ndarray:
+def _weight_errors(head: Any, lse: np.ndarray, pairs: Pairs | Weights, a: Arithmetic) -> np.ndarray:
     """Bounds the error of p: an exponent off by e makes it off by e^e - 1 of itself; then the power's own error."""
     scores = head.scores(pairs.products)
-    exponent = np.where(pairs.seen, exponents(head, scores, given.lse), 0.0)
+    exponent = np.where(pairs.seen, exponents(head, scores, lse), 0.0)
     off = product_errors(head, a, pairs.products)
     if head.problem.score is not None:
         _, off = rounding_error(head.problem.score.root, head.env | {"s": pairs.products}, off, a.u)
     off = np.where(pairs.seen, off + 3 * a.u * np.abs(exponent), 0.0)
     moved = np.where(exponent == -np.inf, 0.0, np.exp(exponent + off) * -np.expm1(-off))
-    moved = np.where(is_far(head, given.lse)[:, None], np.minimum(moved, 1.0), moved)
+    moved = np.where(is_far(head, lse)[:, None], np.minimum(moved, 1.0), moved)
     return moved + (1.1e-4 if a.dot else 4 * a.u) * pairs.p + a.normal
 
 

@@ -23,6 +23,14 @@ class Returned(NamedTuple):
     keep: np.ndarray | None = None  # [q_len, k_len] of dropout: 0, or 1 / (1 - p); None: no dropout
 
 
+class Weights(NamedTuple):
+    """The weights of every query and key of a head, by the lse that was given; 0 where the pair is hidden."""
+
+    seen: np.ndarray
+    products: np.ndarray  # scale · q·k, whatever is seen
+    p: np.ndarray
+
+
 class Pairs(NamedTuple):
     """The intermediate values of every query and key of a head; 0 where the pair is hidden."""
 
@@ -63,10 +71,7 @@ def backward_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> H
 
 def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...]) -> Pairs:
     """Weights again, from the lse given, and what flows back into every score."""
-    products = head.products()
-    score = head.scores(products)
-    seen = head.visible & (score != -np.inf) & (given.lse != -np.inf)[:, None]
-    p = np.where(seen, np.exp(exponents(head, score, given.lse)), 0.0)
+    seen, products, p = weights_of(head, given.lse)
     dp = np.where(seen, head.product(given.d_out, head.v.T), 0.0)
     delta = np.sum(given.d_out * given.out, axis=1) - given.d_lse
     ds = np.where(seen, p * (dropped(dp, given.keep) - delta[:, None]), 0.0)
@@ -75,6 +80,14 @@ def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...]) -> Pairs:
         back = flows(head.problem.score.root, tables)
         raw = np.zeros(ds.shape) if back.s is None else flow_through(head, back.s, products, ds, seen)
     return Pairs(seen, products, p, dp, delta, ds, raw, back)
+
+
+def weights_of(head: Any, lse: np.ndarray) -> Weights:
+    """Returns the weights of one head of the reference."""
+    products = head.products()
+    score = head.scores(products)
+    seen = head.visible & (score != -np.inf) & (lse != -np.inf)[:, None]
+    return Weights(seen, products, np.where(seen, np.exp(exponents(head, score, lse)), 0.0))
 
 
 def exponents(head: Any, score: np.ndarray, lse: np.ndarray) -> np.ndarray:

@@ -82,6 +82,13 @@ def latents(names):
     return q, k[:, :1], k[:, :1, :, :12]
 
 
+def heaviest(names):
+    """The 16 newest keys of each head, and 32 that queries weigh most."""
+    weights = reference.weights(names["q"], names["k"], mask=CAUSAL).sum(axis=2)
+    weights[..., -16:] = np.inf
+    return {"mask": weights[:, :, None] >= np.sort(weights)[..., None, -48:-47]}
+
+
 IDS = np.repeat([0, 1, 2], [40, 8, 48])
 DOCUMENTS = CAUSAL & (IDS[:, None] == IDS)
 WINDOW = CAUSAL & (ROW - KEY < 24)
@@ -128,6 +135,7 @@ EXPECTED = {
     "Block-sparse video": {"out": (part, lambda names: {"mask": np.kron(names["shown"], np.ones((8, 8))) > 0})},
     "NATTEN": {"out": (part, {"mask": neighbourhood(8, 12, 5)})},
     "Beam search": {"out": (beams, {})},
+    "H2O in ten lines": {"out": (functools.partial(part, rows=slice(95, 96)), heaviest)},
     "Sharding by merge": {"out": (part, {})},
     "Gradients without PyTorch": {"out": (part, {"mask": CAUSAL, "score": ALIBI})},
 }  # fmt: skip

@@ -4,6 +4,41 @@ from .mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "rows of weights are overwritten by lanes beside the queries",
+        "cpu/kernels/key_weights.py",
+        'k.range(panel.word("first"), panel.word("end")) as lane',
+        "k.range(0, s.panel) as lane",
+        "tests/conformance/backward/test_key_weights.py -k every_option",
+    ),
+    Mutation(
+        "weights of keys past those that a panel sees are summed",
+        "cpu/kernels/key_weights.py",
+        "k.store(k.select(is_key, total, before), at)",
+        "k.store(total, at)",
+        "tests/conformance/backward/test_key_weights.py -k part_of_a_vector",
+    ),
+    Mutation(
+        "the largest weight is not the NaN",
+        "cpu/kernels/key_weights.py",
+        "    bits = like(a, s.integer)\n",
+        "    bits = a.type\n",
+        "tests/conformance/backward/test_key_weights.py -k weigh_nothing",
+    ),
+    Mutation(
+        "queries that a slice leaves out still count as positions",
+        "problem/key_weights.py",
+        "[start + n for start, n in zip(problem.q_starts, skipped, strict=True)]",
+        "[start for start, n in zip(problem.q_starts, skipped, strict=True)]",
+        "tests/conformance/backward/test_key_weights.py -k every_option",
+    ),
+    Mutation(
+        "a query that is asked for twice has one row",
+        "problem/key_weights.py",
+        "            if places[row] != number:\n",
+        "            if places[row] > number:\n",
+        "tests/conformance/backward/test_key_weights.py -k every_option",
+    ),
+    Mutation(
         "delta forgets what flows into lse",
         "cpu/kernels/gradient_tiles.py",
         'k.store(total.get() - k.load(s.vector, p["delta"], s.lane_offset(v)), p["delta"]',
@@ -61,9 +96,9 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of queries begin where a call does",
-        "cpu/kernels/gradient_blocks.py",
-        "self.row = (item.block + self.step // a.group) * QUERY_BLOCK - (item.start + a.k_start)",
-        "self.row = (self.step // a.group) * QUERY_BLOCK",
+        "cpu/kernels/weight_blocks.py",
+        "self.row = (item.block + step // a.group) * QUERY_BLOCK - (item.start + a.k_start)",
+        "self.row = (step // a.group) * QUERY_BLOCK",
         "tests/conformance/backward/test_backward.py -k absolute_positions",
     ),
     Mutation(

@@ -202,7 +202,7 @@ OPTIONS: dict[str, list[tuple[list[Any], Case]]] = {
     ],
     "sink_logits": [([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0], [0.0, 1.0], None], {})],
     "indices": [
-        ([np.zeros((2, 4, 1), int), np.ones((2, 4, 1), int), np.zeros((2, 4, 2), int), np.full((2, 4, 1), 9), None], {}),
+        ([np.zeros((2, 4, 1), int), np.ones((2, 4, 1), int), np.zeros((2, 4, 2), int), None], {}),
         ([np.full((2, 4, 1), 3), None], {"causal": True}),
     ],
     "scale": [([0.25, 0.5, 1, None], {}), ([0.0, -0.0], {"score": BY_SIGN})],

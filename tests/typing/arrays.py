@@ -32,6 +32,8 @@ sl.attention(q, k, v, causal="top-left", window=(64, None), q_start=np.int64(0),
 sl.attention(q, k, v, q_lengths=np.array([60]), k_lengths=(60,), sink_logits=[0.0] * 8, scale=0.1)
 
 assert_type(sl.attention_backward(q, k, v, out, lse, out), tuple[Matrix, Matrix, Matrix])
+sl.key_weights(q, (k, k), lse, rows=[0, -1], causal=True, window=(8, 0)).sum()
+sl.key_weights(q, k, lse, reduce="mean")  # pyright: ignore[reportArgumentType]
 slopes = sl.table(np.ones(8, np.float32))
 dq, dk, dv, (d_slopes,) = sl.attention_backward(q, k, v, out, lse, out, score=sl.alibi(slopes), grads=(slopes,))
 sl.attention_backward(q, k, v, out, lse, out, sink_logits=[0.0] * 8, grads=("sink_logits", slopes))

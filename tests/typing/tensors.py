@@ -26,6 +26,7 @@ sl.attention(q, k, v, k_lengths=torch.tensor([60]), score=learned.view(8, 1, 1))
 assert_type(sl.merge([out], [lse]), tuple[Tensor, Tensor])
 assert_type(sl.rotary(q), Tensor)
 assert_type(sl.attention_backward(q, k, v, out, lse, out), tuple[Tensor, Tensor, Tensor])
+assert_type(sl.key_weights(q, k, lse, reduce="max", queries=slice(-8, None)), Tensor)
 
 assert_type(speedlight.torch.attention(q, k, v, causal=True, dropout=0.1, seed=torch.tensor(3)), Tensor)
 assert_type(speedlight.torch.attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])

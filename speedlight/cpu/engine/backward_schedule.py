@@ -25,7 +25,7 @@ from ..memory.records import (
 from .schedule import product_name, up
 
 _WORTH = {3: 1.0, 2: 0.92}  # share of the peak that panels of so many vectors reach (docs/ladder.md)
-_SLACK = 24  # rows that register tiles write past a tile
+ROW_SLACK = 24  # rows that register tiles write past a tile
 
 
 class Tickets(NamedTuple):
@@ -74,7 +74,7 @@ def schedule_backward(
     tuning: Tuning,
 ) -> BackwardSchedule:
     """Schedules panels of two or three vectors of queries; QUERY_BLOCK is a number of panels on every vector unit."""
-    vectors = _vectors(problem, isa)
+    vectors = vectors_of(problem, isa)
     sizes, staged = _sizes(problem, isa, strides, program, vectors, tuning.register_tiles(isa).keys[vectors - 1])
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
     pairs, pair_bytes = placed(PAIRS, sizes)
@@ -91,7 +91,7 @@ def schedule_backward(
     return BackwardSchedule(isa, tuning, problem.storage, vectors, threads, tickets, words, used)
 
 
-def _vectors(problem: Problem, isa: Isa) -> int:
+def vectors_of(problem: Problem, isa: Isa) -> int:
     """Returns the vectors of a panel: two where that leaves fewer lanes idle, and registers hold enough sums of two."""
 
     def cost(vectors: int) -> float:
@@ -108,12 +108,12 @@ def _sizes(
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
     panel, elements = lanes * vectors, PRODUCTS[product_name(problem, isa, gradients=True)].elements
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
-    staged = _staged(problem, strides, elements)
+    staged = staged_of(problem, strides, elements)
     columns, value_columns = up(problem.head_dim, lanes), up(problem.value_dim, lanes)
     sizes = BackwardSizes(
         number=number,
         panel=panel,
-        tile_rows=TILE + _SLACK,
+        tile_rows=TILE + ROW_SLACK,
         units=units,
         value_units=value_units,
         width=up(problem.head_dim, rows),
@@ -130,7 +130,7 @@ def _sizes(
     return sizes, staged
 
 
-def _staged(problem: Problem, strides: Strides, elements: int) -> dict[str, bool]:
+def staged_of(problem: Problem, strides: Strides, elements: int) -> dict[str, bool]:
     """Returns whether keys and values are copied: to be widened, made units, or brought together."""
     narrow = problem.storage not in ("f32", "f64")
     odd = [bool(x % elements) if elements > 1 else narrow for x in (problem.head_dim, problem.value_dim)]
@@ -152,7 +152,7 @@ def tickets_of(problem: Problem, threads: int, wants: Ranges, *, skew: int = 0) 
     """
     steps = steps_of(problem)
     columns = problem.batch * problem.kv_heads
-    keys = _range_of(problem, threads, columns, wants)
+    keys = range_of(problem, threads, columns, wants)
     ranges = [max(1, -(-n // keys)) for n in problem.k_lengths]
     # tasks of a head at once; what is hidden leaves one of a diagonal with work, maybe
     hides = problem.mask is not None or problem.score is not None
@@ -174,7 +174,7 @@ def tickets_of(problem: Problem, threads: int, wants: Ranges, *, skew: int = 0) 
     return Tickets(count, gangs, progress, words)
 
 
-def _range_of(problem: Problem, threads: int, columns: int, wants: Ranges) -> int:
+def range_of(problem: Problem, threads: int, columns: int, wants: Ranges) -> int:
     """Returns the keys of a task: all, where heads and items keep the threads busy; no bit depends on it."""
     least, most = wants.keys
     most = max(least, most * 128 // max(128, problem.head_dim, problem.value_dim))
@@ -192,7 +192,7 @@ def side_by_side(problem: Problem, threads: int, wants: Ranges) -> int:
     """Counts the tasks that are worked on at once where each kv head follows the one before."""
     if len(set(zip(problem.q_starts, problem.q_lengths, problem.k_lengths, strict=True))) != 1:
         return 0  # where that one is cannot be told from where this one is
-    keys = _range_of(problem, threads, problem.batch * problem.kv_heads, wants)
+    keys = range_of(problem, threads, problem.batch * problem.kv_heads, wants)
     return blocks_of_positions(problem) * max(1, -(-problem.k_lengths[0] // keys))
 
 

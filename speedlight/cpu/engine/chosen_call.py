@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...host.machine import PRODUCTS, Isa, current_isa, number_bytes
+from ...host.rounding import standard
 from ...problem.chosen import joined, read_share, work_of
-from ...problem.operands import Dense, Rows, Strides
+from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.problem import LAYOUTS, Problem
 from ...problem.results import ResultLayout
 from ...problem.work import count, key_bytes
@@ -18,6 +19,8 @@ from ..memory.records import Item
 from ..memory.shape import Shape
 from ..runtime.tuned import tuning_of
 from .forward_call import Call, plan_of_kernel, program_of, shape_of, words_of
+from .forward_call import plan as plan_masked
+from .forward_call import prepare as prepare_masked
 from .schedule import Schedule, product_name, schedule
 
 if TYPE_CHECKING:
@@ -44,8 +47,10 @@ def kernel_of_chosen(problem: Problem, strides: Strides, threads: int, isa: Isa)
     return how, shape_of(problem, how, program_of(problem), in_parts=strides.in_parts, chosen=True)
 
 
-def plan_chosen(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
+def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
     """Returns the plan of a call of chosen keys on this machine."""
+    if not takes(problem, None, current_isa()):
+        return plan_masked(joined(problem), strides, threads, exact=exact)
     how, shape = kernel_of_chosen(problem, strides, threads, current_isa())
     work, of_keys, share = work_of(problem, how.panel, shape.chosen_unit), key_bytes(problem), read_share(problem)
     whole = joined(problem)
@@ -55,8 +60,17 @@ def plan_chosen(problem: Problem, strides: Strides, threads: int, *, exact: bool
     return replace(found, bytes_read=found.bytes_read - of_keys + round(share * of_keys))
 
 
-def prepare_chosen(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
+@standard
+def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys, threads: int, isa: Isa) -> Call:
     """Prepares a call of chosen keys: everything that addresses don't change."""
+    where = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
+    if takes(problem, where, isa):
+        return prepare_chosen(problem, rows, where, threads, isa)
+    return prepare_masked(joined(problem), rows, where, threads, isa)
+
+
+def prepare_chosen(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
+    """Prepares a call that reads chosen keys alone."""
     chosen, strides = problem.chosen, keys.strides(problem.key_dtype)
     how, _ = kernel_of_chosen(problem, strides, threads, isa)
     queries = _queries_of(problem)

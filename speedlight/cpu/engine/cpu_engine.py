@@ -23,6 +23,7 @@ from ..runtime.workers import get_threads, machine
 from . import forward_call
 
 if TYPE_CHECKING:
+    from ...problem.key_weights import WeightRequest
     from ...problem.plan import Plan
     from ...problem.prepared import Prepared
 
@@ -45,13 +46,24 @@ class CpuEngine(Engine):
 
     def prepare(self, problem: Problem, rows: Rows, keys: Dense | PagedKeys) -> forward_call.Call:
         """Prepares a call for the threads and the vector unit in use."""
-        return forward_call.prepare(problem, rows, keys, get_threads(), current_isa())
+        return self.planner(chosen=problem.chosen is not None).prepare(
+            problem, rows, keys, get_threads(), current_isa()
+        )
 
     def backward(self, request: Asked, layout: str, stated: Stated, operands: Operands, precision: str = "ieee") -> Any:
         with importing:
             from . import backward_call
 
         return backward_call.prepare(request, layout, stated, operands, get_threads(), current_isa())
+
+    def weigh_keys(
+        self, request: WeightRequest, layout: str, stated: Stated, arrays: tuple[Array, Array, Array, Array]
+    ) -> None:
+        """Reduces weights of q, k and lse, or their rows, into zeros."""
+        with importing:
+            from . import weights_call
+
+        weights_call.fill(request, layout, stated, weights_call.WeightArrays(*arrays), get_threads(), current_isa())
 
     def append(
         self, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, table: np.ndarray, before: list[int],
@@ -115,10 +127,16 @@ class CpuEngine(Engine):
         backward: bool = False,
     ) -> Plan:  # fmt: skip
         """Plans a call, or a backward call, over arrays with these strides."""
-        return self.planner(backward=backward).plan(problem, strides, get_threads(), exact=exact)
+        chosen = problem.chosen is not None
+        return self.planner(backward=backward, chosen=chosen).plan(problem, strides, get_threads(), exact=exact)
 
-    def planner(self, *, backward: bool) -> Any:
+    def planner(self, *, backward: bool = False, chosen: bool = False) -> Any:
         """Loads the module whose kernel_of_problem() and plan() describe a call, or a backward call."""
+        if chosen and not backward:
+            with importing:
+                from . import chosen_call
+
+            return chosen_call
         if not backward:
             return forward_call
         with importing:

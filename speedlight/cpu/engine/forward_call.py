@@ -19,7 +19,6 @@ from ...expressions.program import Program
 from ...host.forks import importing
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
-from ...problem.chosen import joined
 from ...problem.operands import Dense, PagedKeys, Rows, Strides
 from ...problem.philox import drop_below
 from ...problem.prepared import array_places
@@ -63,13 +62,6 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threads: int, isa: Isa) -> Call:
     """Prepares everything that addresses don't change."""
     keys = Paged.of(keys) if isinstance(keys, PagedKeys) else keys
-    if problem.chosen is not None:
-        with importing:
-            from .chosen_call import prepare_chosen, takes
-
-        if takes(problem, keys, isa):
-            return prepare_chosen(problem, rows, keys, threads, isa)
-        problem = joined(problem)
     strides = keys.strides(problem.quantised or problem.key_dtype)
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
     items = items_of(problem, how, rows, keys)
@@ -85,13 +77,6 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | PagedKeys | Paged, threa
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
     """Returns the plan of a call on this machine."""
-    if problem.chosen is not None:
-        with importing:
-            from .chosen_call import plan_chosen, takes
-
-        if takes(problem, None, current_isa()):
-            return plan_chosen(problem, strides, threads, exact=exact)
-        problem = joined(problem)
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     return plan_of_kernel(problem, how, shape, partial(_balance, problem, how), exact=exact)
 

@@ -15,7 +15,7 @@ not 0: each follows the head before, so many diagonals later.
 
 from __future__ import annotations
 
-from ...problem.problem import QUERY_BLOCK, TILE
+from ...problem.problem import TILE
 from ..language.vector import I1, I64, Function, Module, Value, Variable
 from ..memory.records import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, SUMS, GradientItem, apart, together
 from ..memory.shape import Shape
@@ -26,7 +26,7 @@ from .gradient_blocks import PairParts, PairWork
 from .gradient_rows import add_partial, clear, load_panel, store_panel
 from .panels import Panel, Tile
 from .score_backward import find_sums
-from .task import Box, attention_module
+from .task import attention_module
 
 
 class _Parts(PairParts):
@@ -111,16 +111,6 @@ class _Task(PairWork):
             self.tile(start, k.min(last - start, k.i64(TILE)), most.get())
         with k.when(wanted), k.range(0, a.panels) as i:
             self.finish(Panel(self, i))
-
-    def sees_range(self, first: Value, last: Value) -> Value:
-        """Returns whether any query of the block may see any of the keys [first, last)."""
-        k, item = self.k, self.item
-        low, high = k.max(self.row, k.i64(0)), k.min(self.row + QUERY_BLOCK, item.q_len) - 1
-        offset = item.start + self.a.k_start
-        end, seen = k.min(last, self.limit(high)), k.variable(k.i64(0))
-        with k.when(first < end):
-            seen.set(self.seen_of(Box(self.heads, (low + offset, high + offset)), first, end))
-        return seen.get() > 0
 
     # --- panels
 

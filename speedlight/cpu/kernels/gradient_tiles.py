@@ -45,24 +45,25 @@ def dot_of_panels(module: Module, s: Shape) -> Any:
 
 
 class Weights:
-    """The function that makes P of S and dS of dP; what it needs to know of each lane comes in `stats` and `limits`.
+    """The function that makes P of S, and dS of dP where there is one.
 
-    stats: lse, then delta [panel] in the type of numbers. limits: lane i sees keys below limits[i] - tile_start.
+    stats: of each lane lse, then delta, [panel] numbers each. limits: lane i sees keys below limits[i] - tile_start.
     check: [5, panel], of scores as an expression left them the largest, their sum and the least; then sums of S and dP.
     """
 
     def __init__(self, module: Module, s: Shape, *, last: bool) -> None:
         """`last`: nothing else changes P or dS, so units of them are made here."""
-        self.makes_units = last and s.elements > 1
-        words = "scores* d_scores* stats* limits* check* tile_start full n_keys scale" + _UNITS * self.makes_units
+        self.makes_units = last and s.elements > 1 and s.differentiates
+        flow = " d_scores*" * s.differentiates
+        words = f"scores*{flow} stats* limits* check* tile_start full n_keys scale" + _UNITS * self.makes_units
         params = prototype(words, scale=s.number)
         self.k = k = module.function("weights", params, I64)
         self.s, p = s, k.p
         self.far = FAR_LSE["float64" if s.wide else "float32"]
         self.scale = None if s.program and s.program.score else k.splat(p["scale"], s.lanes)
-        self.lse, self.delta = (
-            [k.load(s.vector, p["stats"], self._stat_at(i, v)) for v in range(s.vectors)] for i in range(2)
-        )
+        stats = [[self._stat_at(i, v) for v in range(s.vectors)] for i in range(2)]
+        self.lse = [k.load(s.vector, p["stats"], at) for at in stats[0]]
+        self.delta = [k.load(s.vector, p["stats"], at) for at in stats[1]] if s.differentiates else []
         self.limits = [limit_of(k, s, v) for v in range(s.vectors)]
 
     def function(self) -> Any:
@@ -73,10 +74,12 @@ class Weights:
         k, s, p = self.k, self.s, self.k.p
         normal = products = k.const(1, ir.IntType(1))
         for v in range(s.vectors):
-            score, raw, flow = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 3, 4))
+            rows = (1, 3, 4) if s.differentiates else (1, 3)
+            score, raw, *flow = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in rows)
             normal = normal & k.all(k.abs(raw if self.scale else score) < float("inf"))
             normal = normal & k.all(k.abs(self.lse[v]) < self.far)
-            products = products & k.all(k.abs(raw) < float("inf")) & k.all(k.abs(flow) < float("inf"))
+            for x in (raw, *flow):
+                products = products & k.all(k.abs(x) < float("inf"))
         keys = s.elements if s.isa.overwrites_addends else 2  # each has constants of its own: fewer registers are left
         start = k.select(normal, p["full"] & -2, k.i64(0))
         with k.range(0, start, keys) as j:
@@ -97,15 +100,19 @@ class Weights:
         at = [(j + i) * s.row_bytes + s.lane_offset(v) for i, v in each]
         scores = [k.load(s.vector, p["scores"], x) for x in at]
         ps = self._weights(scores, [v for _, v in each], careful)
-        d_scores = [k.load(s.vector, p["d_scores"], x) for x in at]
-        d_scores = [(dp - self._delta(v)) * y for dp, y, (_, v) in zip(d_scores, ps, each, strict=True)]
+        d_scores = []
+        if s.differentiates:
+            d_scores = [k.load(s.vector, p["d_scores"], x) for x in at]
+            d_scores = [(dp - self._delta(v)) * y for dp, y, (_, v) in zip(d_scores, ps, each, strict=True)]
         if careful:
             seen = [sees(k, s, x, j + i, self.limits[v]) for x, (i, v) in zip(scores, each, strict=True)]
             ps = [k.select(m, y, k.const(-0.0, s.vector)) for m, y in zip(seen, ps, strict=True)]
-            d_scores = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, d_scores, strict=True)]
-        for x, y, ds in zip(at, ps, d_scores, strict=True):
-            k.store(y, p["scores"], x)
-            k.store(ds, p["d_scores"], x)
+            if s.differentiates:
+                d_scores = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, d_scores, strict=True)]
+        for n, x in enumerate(at):
+            k.store(ps[n], p["scores"], x)
+            if s.differentiates:
+                k.store(d_scores[n], p["d_scores"], x)
         if self.makes_units:
             n = s.vectors
             for i in range(0, keys, s.elements):

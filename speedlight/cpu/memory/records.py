@@ -92,6 +92,27 @@ class GradientItem(NamedTuple):
 
 GRADIENT_ITEM_BYTES = 8 * len(GradientItem._fields)
 
+
+class WeightItem(NamedTuple):
+    """An item of the batch where weights of keys are summed: as GradientItem."""
+
+    steps: Any
+    block: Any
+    q_len: Any
+    k_len: Any
+    start: Any
+    q_at: Any
+    k_at: Any
+    out_at: Any
+    lse_at: Any
+    rows: Any  # address of the row of results of each query, or -1; read where rows are asked for
+    index: Any
+
+
+WEIGHT_ITEM_BYTES = 8 * len(WeightItem._fields)
+WEIGHT_STEPS = 16  # of a task, which takes some milliseconds then
+REDUCTIONS = ("sum", "max", "rows")  # by their numbers in `reduction`
+
 # kv heads that are worked on at once: tickets before them, number of the first, how many; ranges of each, at most;
 # words of progress before theirs
 GANG = Record("first", "column", "columns", "ranges", "progress")
@@ -354,6 +375,38 @@ BACKWARD_PANEL: Mapping[str, Callable[[BackwardSizes], int]] = {
 }
 
 
+class WeightSizes(NamedTuple):
+    """The sizes of the scratch of the kernel that sums weights of keys."""
+
+    number: int  # bytes of a score or sum
+    panel: int  # queries of a panel
+    lanes: int
+    tile_rows: int  # TILE, and what register tiles write past it
+    units: int  # of a query
+    staged_keys: int  # bytes of a tile's keys, where they are copied
+
+    @property
+    def row(self) -> int:
+        """Bytes of a number for each query."""
+        return self.panel * self.number
+
+
+WEIGHT_SCRATCH: Mapping[str, Callable[[WeightSizes], int]] = {
+    "check": lambda z: 4 * z.row,  # as in BACKWARD_SCRATCH
+    "partial": lambda z: (TILE + z.lanes) * z.number,  # of a tile's keys, the weights of a block of queries
+    "keys": lambda z: z.staged_keys,
+    "pairs": lambda z: z.tile_rows * z.row,  # one for all panels
+    "panels": lambda z: 0,  # one after another to the end
+}
+WEIGHT_PAIRS: Mapping[str, Callable[[WeightSizes], int]] = {"scores": lambda z: z.tile_rows * z.row}  # S, then P
+WEIGHT_PANEL: Mapping[str, Callable[[WeightSizes], int]] = {
+    "ends": lambda z: QUERY_ENDS.bytes,
+    "stats": lambda z: z.row,  # lse
+    "queries": lambda z: z.units * z.row,  # [units, panel]
+    "lanes": lambda z: QUERY_LANES.bytes * z.panel,  # [QUERY_LANES, panel]; out: the row of results, or 0
+}
+
+
 # sums over queries for each of `keys` keys of a tile: weights [keys, panel] times rows [panel, columns] of each panel
 SUMS = Record(
     "partial", "weights", "marks", "pair_bytes", "rows", "panel", "panel_bytes",
@@ -431,6 +484,13 @@ BACKWARD = Record(
 )  # fmt: skip
 GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("shares") + 1)  # new for each call, as CALL
 
+# columns: kv heads of all items; ranges: of keys, of the longest item; reduction: of REDUCTIONS
+WEIGHTS = Record(
+    *_COMMON, "progress", "columns", "kv_heads", "ranges", "range_keys", "reduction", "panels", "panel_bytes",
+    "pair_bytes", "k_staged", *(f"at_{name}" for name in (*WEIGHT_SCRATCH, *WEIGHT_PAIRS, *WEIGHT_PANEL)),
+)  # fmt: skip
+PROGRESS = slice(WEIGHTS.word("progress"), WEIGHTS.word("progress") + 1)  # new for each call, as CALL
+
 
 # what a call says of its problem and memory, whatever the kernel: a stage's call takes it over
 KEPT_WORDS = (
@@ -438,7 +498,7 @@ KEPT_WORDS = (
 )  # fmt: skip
 
 # a kernel's arguments, by its kind
-ARGUMENTS = {"forward": FORWARD, "decode": DECODE, "backward": BACKWARD, "tables": BACKWARD}
+ARGUMENTS = {"forward": FORWARD, "decode": DECODE, "backward": BACKWARD, "tables": BACKWARD, "weights": WEIGHTS}
 
 
 def field(name: str) -> int:

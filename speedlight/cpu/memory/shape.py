@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from .formats import TokenFormat
 
-Kind = Literal["forward", "decode", "backward", "tables"]
+Kind = Literal["forward", "decode", "backward", "tables", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The specialisation of a set of micro-kernels."""
 
-    kind: Kind  # forward: a lane is a query; decode: a lane is a key; backward, tables: gradients
+    kind: Kind  # forward: a lane is a query; decode: a lane is a key; backward, tables: gradients; weights: of keys
     isa: Isa
     storage: str  # type in memory: f32, f64, f16, bf16
     vectors: int = 0  # query vectors of a panel; none in the decode kernel
@@ -56,9 +56,14 @@ class Shape:
         """Name of what multiplies, in machine.PRODUCTS."""
         if self.widened:
             return "fma"
-        gradients = self.kind in ("backward", "tables")
+        gradients = self.kind in ("backward", "tables", "weights")
         codes = scales_of(self.quantised, latent=self.latent)
         return self.isa.product(self.storage, gradients=gradients, codes=codes)
+
+    @property
+    def differentiates(self) -> bool:
+        """Has an upstream gradient."""
+        return self.kind in ("backward", "tables")
 
     @property
     def elements(self) -> int:

@@ -156,6 +156,8 @@ def _module(shape: AnyShape) -> Any:
             from ..kernels.backward import backward_module as module
         case "tables":
             from ..kernels.table_gradients import tables_module as module
+        case "weights":
+            from ..kernels.key_weights import weights_module as module
         case "serving":
             from ..kernels.thread_pool import serving_module as module
         case "tile_test":
