@@ -217,16 +217,17 @@ def _read(x: Any) -> np.ndarray:
         x = x.detach()
     if is_masked(x):
         raise ArgumentTypeError(f"indices: expected {what}; got a {type(x).__name__}. Use indices.filled(-1).")
-    is_array = isinstance(x, (np.ndarray, list, tuple)) or is_tensor(x)
+    is_array = is_tensor(x) or isinstance(x, (np.ndarray, list, tuple))
     if not is_array and (
         isinstance(x, type) or not (has(x, "indices", "__array__") or has(x, "indices", "__dlpack__"))
     ):
         raise ArgumentTypeError(f"indices: expected {what}; got {type(x).__name__}.")
     try:
+        given: Any = x
         if is_tensor(x):
-            array = x.numpy()
+            array = given.numpy()
         else:
-            array = np.asarray(x) if is_array or has(x, "indices", "__array__") else np.from_dlpack(x)
+            array = np.asarray(given) if is_array or has(x, "indices", "__array__") else np.from_dlpack(given)
     except Exception as error:  # ragged lists, other libraries' code
         pass_on(error)
         raise ArgumentTypeError(f"indices: expected {what}; got {type(x).__name__} ({error}).") from error
