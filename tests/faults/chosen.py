@@ -17,7 +17,7 @@ MUTATIONS = (
         "cpu/kernels/slots.py",
         "past = k.min((key & -TILE) + TILE, end)",
         "past = k.min(key + TILE, end)",
-        f"{_BITS}equal_mask",
+        f"{_BITS}'equal_mask and float32'",
     ),
     Mutation(
         "few rows weigh what is absent of a pair",
@@ -45,13 +45,13 @@ MUTATIONS = (
         "cpu/kernels/lower.py",
         'return p["first"] + (number_of(k.load(I64, p["slots"], j * 8)) if s.chosen else j)',
         'return p["first"] + j',
-        f"{_BITS}equal_mask",
+        f"{_BITS}'equal_mask and float32'",
     ),
     Mutation(
         "kv heads share the first one's lists",
         "cpu/engine/chosen_call.py",
         "lists.strides[1] if chosen.has_heads else 0",
         "0",
-        f"{_BITS}equal_mask",
+        f"{_BITS}'equal_mask and float32'",
     ),
 )
