@@ -115,7 +115,7 @@ def attention(
         indices: the keys that each query may see, chosen by their numbers in k: whole numbers of shape (batch, q_len,
             k), or (batch, kv_heads, q_len, k), without batch for layouts without one. -1 is none; any order; a key that
             is given twice counts once. `causal`, `window`, lengths and masks still hide. The bits are those of the call
-            with the equal mask; the time is that of the chosen keys. On the CPU.
+            with the equal mask. In arrays on the CPU, other keys are not read (docs/options.md).
         q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len,
             by each item's lengths.
         k_start: absolute position of the first key, a multiple of 1024.

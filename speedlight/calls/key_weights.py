@@ -11,14 +11,14 @@ from ..arrays.making import empty_like, like_input
 from ..errors import UnsupportedError
 from ..problem.build import from_arrays
 from ..problem.key_weights import requested
-from ..problem.options import AnyArray, ArrayOf, Ints, Keys, Options, ShardOptions, T
+from ..problem.options import AnyArray, ArrayOf, Ints, Keys, Options, T, WeightOptions
 from ..problem.signatures import public
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@public(ShardOptions)
+@public(WeightOptions)
 def key_weights(
     q: ArrayOf[T],
     k: Keys,
@@ -27,7 +27,7 @@ def key_weights(
     reduce: Literal["sum", "max"] = "sum",
     queries: slice | None = None,
     rows: Ints | None = None,
-    **options: Unpack[ShardOptions],
+    **options: Unpack[WeightOptions],
 ) -> T:
     """Returns the sum, or the largest, of each key's attention weights over queries, in memory linear in the length.
 
@@ -35,7 +35,7 @@ def key_weights(
     gradients; call it under torch.no_grad() where tensors require grad.
 
     Args:
-        q, k: as attention() had them; k of q's dtype. Those of a cache are cache.keys(layer).
+        q, k: as attention() had them; k of q's dtype. Those of a cache without a window are cache.keys(layer).
         lse: the log-sum-exps that attention(…, return_lse=True) returned for them.
         reduce: "sum", or "max". A sum has the order of attention_backward()'s dv, for an upstream gradient of 1: it is
             the same to the bit for any number of threads. A maximum is exact, NaN above all.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .. import engines
 from ..arrays import latents
 from ..arrays.integers import integer
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
 from ..problem.gradients import check_one_dtype
@@ -104,6 +104,10 @@ def plan(
     check_flag("backward", backward)
     given = Options.of(plan, options).spelled()
     check_precision(given.precision)
+    if spreading is not None and given.indices is not None:
+        raise UnsupportedError(
+            "indices: expected None beside ranks=; got chosen keys. Attention over several processes takes mask=."
+        )
     check_flag("latent", latent)
     shared_prefix = integer("shared_prefix", shared_prefix)
     layout = given.layout
@@ -125,7 +129,7 @@ def plan(
         strides = Dense(layout, b, c).strides(problem.key_dtype)
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
-        problem = from_sizes(sizes, given)
+        problem = from_sizes(sizes, given, apart=not backward)
         if latent and problem.value_dim > problem.head_dim:
             raise ArgumentError(
                 f"value_dim: expected at most head_dim {problem.head_dim}, as values are the first columns of keys "

@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 
 
 @standard
-def from_sizes(sizes: Sizes, options: Options) -> Problem:
+def from_sizes(sizes: Sizes, options: Options, *, apart: bool = False) -> Problem:
     """The problem of a plan by sizes alone; lengths and offsets give the sizes that are left out (None)."""
     o = options
     checks.check_layout(o.layout)
@@ -84,7 +84,8 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
         raise ArgumentError(f"batch: expected 1 for layout={o.layout!r}, {why}; got {batch}.")
     dtype = checks.dtype_name(sizes.dtype)
     sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
-    return joined(_stated(sizes, o, {}).problem)
+    problem = _stated(sizes, o, {}).problem
+    return problem if apart else joined(problem)
 
 
 def _longest(name: str, length: Any, offsets: str, lengths: str, options: Options) -> Any:

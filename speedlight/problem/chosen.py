@@ -167,19 +167,30 @@ def chosen_of(indices: Any, problem: Problem, layout: str, rows: int, keys: int)
     packed, heads = layout == "lhd", problem.kv_heads
     lead = () if len(layout) == 3 else (problem.batch,)
     shapes = [(*lead, rows), (*lead, heads, rows)]
+    if lead and array.ndim in (3, 4) and array.shape[0] == 1:  # of all items
+        array = np.broadcast_to(array, (problem.batch, *array.shape[1:]))
     if array.ndim < 1 or array.shape[:-1] not in shapes:
         names = ", ".join(["batch", "q_len", "k"][1 - len(lead) :])
         by_head = ", ".join(["batch", "kv_heads", "q_len", "k"][1 - len(lead) :])
-        raise ArgumentError(
-            f"indices: expected shape ({names}) = {shapes[0] + ('k',)} or ({by_head}) = {shapes[1] + ('k',)}; got "
-            f"{array.shape}.".replace("'k'", "k")
+        way = ""
+        if array.ndim == len(lead) + 3 and array.swapaxes(-3, -2).shape[:-1] == shapes[1]:
+            way = " Use indices.swapaxes(-3, -2)."
+        elif array.ndim == len(lead) + 3:
+            way = " Query heads of a group share the list of their kv head."
+        expected = " or ".join(
+            [f"({a}) = ({', '.join(map(str, b))}, k)" for a, b in ((names, shapes[0]), (by_head, shapes[1]))]
         )
+        raise ArgumentError(f"indices: expected shape {expected}; got {array.shape}.{way}")
     if array.size and (array.min() < -1 or array.max() >= keys):
         bad = np.argwhere((array < -1) | (array >= keys))[0]
         place = ", ".join(map(str, bad))
+        numbers = (
+            f"numbers of keys from 0 to {keys - 1}, or -1 for none" if keys else "-1 alone, since there are no keys"
+        )
+        of_each = ", counted from each sequence's first key" if packed else ""
         raise ArgumentError(
-            f"indices: expected numbers of keys from 0 to {keys - 1}, or -1 for none; got {array[tuple(bad)]} at "
-            f"[{place}]."
+            f"indices: expected {numbers}{of_each}; got {array[tuple(bad)]} at [{place}]. Write "
+            f"np.where(indices < {keys}, indices, -1) for keys that are not there."
         )
     if keys >= NONE:
         raise ArgumentError(f"indices: expected fewer than 2^31 - 1 keys; got {keys}.")
@@ -233,4 +244,4 @@ def _read(x: Any) -> np.ndarray:
         raise ArgumentTypeError(f"indices: expected {what}; got {type(x).__name__} ({error}).") from error
     if array.dtype.kind not in "iu" and (array.size or array.dtype.kind != "f"):
         raise ArgumentTypeError(f"indices: expected whole numbers; got {array.dtype}, shape {array.shape}.")
-    return array.astype(np.int64) if array.dtype.kind != "i" or not array.dtype.isnative else array
+    return array if array.dtype.isnative and array.size else array.astype(np.int64)

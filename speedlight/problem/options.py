@@ -109,6 +109,12 @@ class ShardOptions(ScoreOptions, QueryOptions, KeyOptions, total=False):
     """Options of attention over shards, which drops nothing."""
 
 
+class WeightOptions(ShardOptions, total=False):
+    """Options of key_weights()."""
+
+    indices: Annotated["Indices | None", None, "the keys that each query may see, by number, (batch, q_len, k)."]
+
+
 class AttentionOptions(PagedOptions, KeyOptions, total=False):
     """Options of attention(), attention_backward() and plan(), for code that passes them on.
 

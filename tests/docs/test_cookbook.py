@@ -89,6 +89,12 @@ def heaviest(names):
     return {"mask": weights[:, :, None] >= np.sort(weights)[..., None, -48:-47]}
 
 
+def chosen(names):
+    """The 16 keys that an indexer scores highest, unless they come later."""
+    found = names["found"]
+    return {"mask": (CAUSAL & (found >= np.sort(found)[..., -16:-15]))[:, None]}
+
+
 IDS = np.repeat([0, 1, 2], [40, 8, 48])
 DOCUMENTS = CAUSAL & (IDS[:, None] == IDS)
 WINDOW = CAUSAL & (ROW - KEY < 24)
@@ -136,6 +142,7 @@ EXPECTED = {
     "NATTEN": {"out": (part, {"mask": neighbourhood(8, 12, 5)})},
     "Beam search": {"out": (beams, {})},
     "H2O in ten lines": {"out": (functools.partial(part, rows=slice(95, 96)), heaviest)},
+    "Top-k": {"out": (part, chosen)},
     "Sharding by merge": {"out": (part, {})},
     "Gradients without PyTorch": {"out": (part, {"mask": CAUSAL, "score": ALIBI})},
 }  # fmt: skip

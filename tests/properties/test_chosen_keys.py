@@ -221,6 +221,7 @@ def test_a_query_without_keys_is_empty() -> None:
     [
         (np.zeros((1, 3), int), "indices: expected shape"),
         (np.zeros((2, 3, 4), int), "indices: expected shape"),
+        (np.full((1, 3, 4), 2**64 - 1, np.uint64), "got 18446744073709551615"),
         (np.zeros((1, 3, 4)), "indices: expected whole numbers; got float64"),
         (np.full((1, 3, 4), 5), "indices: expected numbers of keys from 0 to 4, or -1 for none; got 5"),
         (np.full((1, 3, 4), -2), "got -2"),
