@@ -87,8 +87,9 @@ def attention_forward(
         return attend_to_latents(attention_forward, **given.pop("more"), **given)
     if INSIDES.active_collector.get() or "output_attentions" in more:
         _check_weights(more)
+    chosen = None
     if more and not harmless.issuperset(more):
-        attention_mask, more = _read_chosen(module, value, attention_mask, more)
+        chosen, attention_mask, more = _read_chosen(module, value, attention_mask, more)
         _check_unknown(module, more)
     if isinstance(cache, ModelCache):  # of a model that hands on what it has, its past_key_values before 5.24
         cache = None
@@ -104,7 +105,7 @@ def attention_forward(
         if attention_mask.q_len > 1 and not is_offset:
             attention_mask.compare(more.get("position_ids"))
         # packed sequences have another layout
-        if cache is s_aux is position_bias is sinks is None and not dropout and not is_offset:
+        if cache is s_aux is position_bias is sinks is chosen is None and not dropout and not is_offset:
             if kept is not None:
                 with TRANSFORMERS.renamed:
                     out = kept[0].layer.attend_step(query, kept[0], attention_mask, scaling, softcap)
@@ -121,6 +122,8 @@ def attention_forward(
     elif attention_mask is None:
         _check_masked(module)
     options: dict[str, Any] = {"scale": scaling}
+    if chosen is not None:
+        options["indices"] = chosen
     if softcap is not None or position_bias is not None:
         options["score"] = _make_score(softcap, position_bias)
     if s_aux is not None:
@@ -185,26 +188,27 @@ def _check_unknown(module: Any, more: dict[str, Any]) -> None:
             )
 
 
-def _read_chosen(module: Any, key: torch.Tensor, mask: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the mask of keys, or of blocks of keys, that an indexer has chosen, and the options that are left.
+def _read_chosen(
+    module: Any, key: torch.Tensor, mask: Any, more: dict[str, Any]
+) -> tuple[torch.Tensor | None, Any, dict[str, Any]]:
+    """Returns keys that an indexer has chosen, or a mask of blocks of keys, and the options that are left.
 
     "indices" are DeepSeek-V3.2's and its kin's; "block_indices" MiniMax-M3's, whose indexer knows what they say.
     """
     if not isinstance(mask, (MaskSpec, torch.Tensor)):
-        return mask, more
+        return None, mask, more
     chosen, blocks = (None if name in harmless else more.get(name) for name in ("indices", "block_indices"))
     make = getattr(getattr(module, "indexer", None), "build_block_mask", None)
     if blocks is not None and make is not None:
+        chosen = None
         mask = make(blocks, mask, key.shape[2], key.dtype, key.device, None)
     elif isinstance(chosen, torch.Tensor) and not chosen.is_floating_point() and chosen.ndim == 3:
-        dense: Any = mask.dense() if isinstance(mask, MaskSpec) else mask
-        hidden = torch.ones(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
-        hidden = hidden.scatter(-1, chosen.long(), False)[:, None]
-        is_bool = dense.dtype == torch.bool
-        mask = dense & ~hidden if is_bool else dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
+        is_packed = isinstance(mask, MaskSpec) and mask.pattern.packed is not None
+        if is_packed or more.get("cu_seq_lens_q") is not None:
+            mask = mask.dense() if isinstance(mask, MaskSpec) else mask  # numbers count from the row's first key
     else:
-        return mask, more
-    return mask, {name: x for name, x in more.items() if name not in ("indices", "block_indices")}
+        return None, mask, more
+    return chosen, mask, {name: x for name, x in more.items() if name not in ("indices", "block_indices")}
 
 
 def _check_masked(module: Any) -> None:
