@@ -91,6 +91,8 @@ def attention_forward(
     if more and not harmless.issuperset(more):
         chosen, attention_mask, more = _read_chosen(module, value, attention_mask, more)
         _check_unknown(module, more)
+    if chosen is None and isinstance(attention_mask, torch.Tensor) and hasattr(module, "compressor"):
+        chosen = _find_shown(module, query, attention_mask)
     if isinstance(cache, ModelCache):  # of a model that hands on what it has, its past_key_values before 5.24
         cache = None
     elif cache is not None:
@@ -206,9 +208,41 @@ def _read_chosen(
         is_packed = isinstance(mask, MaskSpec) and mask.pattern.packed is not None
         if is_packed or more.get("cu_seq_lens_q") is not None:
             mask = mask.dense() if isinstance(mask, MaskSpec) else mask  # numbers count from the row's first key
+        if key.device.type != "cpu":  # where attention() takes masks alone
+            mask, chosen = _hide_others(chosen, mask, key), None
     else:
         return None, mask, more
     return chosen, mask, {name: x for name, x in more.items() if name not in ("indices", "block_indices")}
+
+
+def _hide_others(chosen: torch.Tensor, mask: Any, key: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that shows the chosen keys that the mask shows."""
+    dense: Any = mask.dense() if isinstance(mask, MaskSpec) else mask
+    hidden = torch.ones(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+    hidden = hidden.scatter(-1, chosen.long(), False)[:, None]
+    return dense & ~hidden if dense.dtype == torch.bool else dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
+
+
+def _find_shown(module: Any, query: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    """Returns the few keys that a tensor shows to each query, of a layer whose indexer says there what it has chosen.
+
+    DeepSeek-V4's layers do so. Returns None where it shows many keys, or none to some query: that sees an average.
+    """
+    indexer = getattr(module.compressor, "indexer", None)
+    if (
+        indexer is None
+        or mask.device.type != "cpu"
+        or not mask.is_floating_point()
+        or mask.shape[:3] != (query.shape[0], 1, query.shape[2])
+    ):
+        return None
+    rows, keys = mask[:, 0].detach(), mask.shape[3]
+    shown = rows == 0
+    counts, hidden = shown.sum(-1), rows <= torch.finfo(mask.dtype).min
+    if not counts.numel() or not 0 < int(counts.min()) <= int(counts.max()) <= keys // 2 or not (shown | hidden).all():
+        return None
+    numbers = torch.where(shown, torch.arange(keys, device=mask.device), -1)
+    return numbers.sort(-1, descending=True).values[..., : int(counts.max())]
 
 
 def _check_masked(module: Any) -> None:

@@ -92,6 +92,23 @@ def test_tokens_of_a_model_that_adds_keys(deepseek_v4, tokens, way):
     assert_same_tokens(deepseek_v4, tokens, WAYS[way])
 
 
+def test_few_keys_that_a_tensor_shows_are_read_alone(deepseek_v4, monkeypatch):
+    """Of a longer prompt, the window and the chosen ones of 50 compressed keys; with padding queries see an average."""
+    calls, attention = [], attending.attention
+    monkeypatch.setattr(attending, "attention", lambda *x, **options: calls.append(options) or attention(*x, **options))
+    ids = torch.randint(1, 60, (2, 200), generator=torch.Generator().manual_seed(1))
+    assert_same_tokens(deepseek_v4, ids, {})
+    sparse = [x["indices"].shape[-1] for x in calls if "indices" in x]
+    layers = deepseek_v4.config.layer_types.count("compressed_sparse_attention")
+    most = deepseek_v4.config.sliding_window + CHOSEN
+    assert layers and len(sparse) == NEW * layers and max(sparse) <= most
+    calls.clear()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    assert_same_tokens(deepseek_v4, ids, {"attention_mask": mask})
+    assert "indices" not in calls[layers]
+
+
 def test_attention_gets_the_indices_and_no_mask(model, tokens, monkeypatch):
     """A prompt's mask stays a rule; latents are read, and of them what was chosen."""
     calls, attention = [], attending.attention
