@@ -129,7 +129,7 @@ MUTATIONS = (
         "transformers/absorbing.py",
         'attention_mask.k_len == length and more.get("indices") is None:',
         "attention_mask.k_len == length:",
-        "tests/adapters/transformers/test_transformers_sparse.py -k static",
+        "tests/adapters/transformers/test_transformers_latents.py -k are_chosen",
     ),
     Mutation(
         "as many queries are absorbed where few keys are chosen as where all are read",

@@ -283,8 +283,14 @@ def test_keys_that_are_chosen(deepseek):
         keys = Attention.expand_kv(layer, latent, rotary)
         got, _ = speedlight.transformers.attention_forward(layer, query, *keys, spec, indices=chosen)
         want = sl.attention(query, *(x[:, :, chosen[0, 0]] for x in STOCK(layer, latent, rotary)))
+        assert_close(got, want.transpose(1, 2))
+        earlier = speedlight.transformers.attention_mask(
+            1, 1, 9, q_offset=5
+        )  # a static cache: the last is not there yet
+        got, _ = speedlight.transformers.attention_forward(layer, query, *keys, earlier, indices=chosen)
+        want = sl.attention(query, *(x[:, :, [0, 3]] for x in STOCK(layer, latent, rotary)))
     assert_close(got, want.transpose(1, 2))
-    assert counts() == (1, {})
+    assert counts() == (2, {})
 
 
 @pytest.mark.parametrize(("queries", "taken"), [(FEW * 3, 1), (FEW * 3 + 3, 0)])
