@@ -284,9 +284,7 @@ def test_keys_that_are_chosen(deepseek):
         got, _ = speedlight.transformers.attention_forward(layer, query, *keys, spec, indices=chosen)
         want = sl.attention(query, *(x[:, :, chosen[0, 0]] for x in STOCK(layer, latent, rotary)))
         assert_close(got, want.transpose(1, 2))
-        earlier = speedlight.transformers.attention_mask(
-            1, 1, 9, q_offset=5
-        )  # of a static cache
+        earlier = speedlight.transformers.attention_mask(1, 1, 9, q_offset=5)  # of a static cache
         got, _ = speedlight.transformers.attention_forward(layer, query, *keys, earlier, indices=chosen)
         want = sl.attention(query, *(x[:, :, [0, 3]] for x in STOCK(layer, latent, rotary)))
     assert_close(got, want.transpose(1, 2))
