@@ -30,6 +30,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .arrays.dlpack import has
 from .arrays.dtypes import DTYPES
 from .errors import Error, UnsupportedError, not_installed, pass_on, rename, shown, warn_once
@@ -44,6 +46,7 @@ __all__ = [
     "Library",
     "Renamed",
     "add_distances",
+    "check_each_once",
     "check_flag",
     "check_index",
     "draw_seed",
@@ -142,6 +145,26 @@ def rows_in_use(starts: Iterable[int], lengths: Iterable[int]) -> Any:
 
     rows = [torch.arange(a, a + n) for a, n in zip(starts, lengths, strict=False)]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+
+def check_each_once(name: str, indices: Any) -> None:
+    """Raises where a row of chosen keys has one twice, which counts twice in some libraries and once here.
+
+    >>> import torch
+    >>> from speedlight.adapting import check_each_once
+    >>> check_each_once("indices", torch.tensor([[3, 1, -1, -1]]))
+    """
+    if indices.device.type != "cpu":  # where attention() refuses chosen keys
+        return
+    ordered = np.sort(indices.detach().numpy(), axis=-1)
+    again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if again.any():
+        at = tuple(np.argwhere(again)[0])
+        row = ", ".join(map(str, at[:-1]))
+        raise UnsupportedError(
+            f"{name}: expected each key once in a row; got {ordered[at]} twice in {name}[{row}]. It would count twice "
+            "there and once here: give it once, and -1 in the other place."
+        )
 
 
 def add_distances(slopes: Any) -> Expression:

@@ -395,7 +395,7 @@ ELSEWHERE = {
             "torch jax onnx flash_attn flash_mla transformers distributed": "import speedlight.{name} first",
             "scaled_dot_product_attention flex_attention create_block_mask sdpa patch": "speedlight.torch has {name}()",
             "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache": "speedlight.flash_attn has {name}()",
-            "flash_mla_with_kvcache get_mla_metadata": "speedlight.flash_mla has {name}()",
+            "flash_mla_sparse_fwd flash_mla_with_kvcache get_mla_metadata": "speedlight.flash_mla has {name}()",
             "dot_product_attention": "speedlight.jax has {name}()",
             "register": "speedlight.transformers has {name}()",
             "flash_attention memory_efficient_attention attention_forward": "use attention()",

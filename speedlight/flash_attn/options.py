@@ -45,12 +45,12 @@ V3 = Library(
 )
 V4 = Library(
     "flash-attn 4",
+    names={"indices": "gather_kv_indices"},
     ignored=(
         "deterministic", "num_splits", "pack_gqa", "scheduler_metadata", "disable_scheduler_metadata",
         "seqlen_k_per_split", *_MAXIMA, "min_seqlen_k", "cu_seqlens", "virtual_batch_idx",
     ),
     refused={
-        "gather_kv_indices": "Which keys are seen, mask_mod says.",
         "score_mod_bwd": "The derivative of score_mod is taken here.",
         "seqused": "Every row is combined: leave it out, or slice.",
     },

@@ -73,6 +73,8 @@ def attend(
     offsets, rows = pack(keys, k)
     k, v = (_take_rows(x, keys, rows) for x in (k, v))
     options = {**options, "layout": "lhd", "cu_seqlens_q": packing.offsets, "cu_seqlens_k": offsets}
+    if "indices" in options:
+        options["indices"] = _take_rows(options["indices"], queries, packing.rows)
     found = attention(_take_rows(q, queries, packing.rows), k, v, return_lse=True, **options)
     return _put_back(found, q, queries, packing, return_lse)
 

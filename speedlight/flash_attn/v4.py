@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, Expression, Table, UnsupportedError, expression, table
-from ..adapting import public, shown
+from ..adapting import check_each_once, public, shown
 from ..expressions.symbols import Symbol, node_of
 from ..expressions.tracing import check_returned
 from ..expressions.tree import Node
@@ -113,12 +113,14 @@ def flash_attn_func(
         mask_mod: likewise (b, h, q_idx, kv_idx, seqlen_info, aux_tensors) -> bool. Not beside causal and window_size,
             which flash-attn would not look at.
         aux_tensors: what they look up: `aux_tensors[0][b, kv_idx]`. Gradients flow to float ones in a score_mod.
+        gather_kv_indices: (batch, seqlen, count) ints: the keys that each query sees at most, each once; a number that
+            no key has (-1) is none. All heads see the same. flash-attn has it beside qv alone.
         num_splits, pack_gqa, deterministic: mean nothing here.
         block_sparse_tensors: a BlockSparseTensorsTorch, whose blocks are shown, the others hidden; mask_mod counts in
             its mask blocks alone. Hidden blocks cost nothing.
         block_sparse_tensors_bwd: likewise, by columns, for the backward pass. Gradients are those of the forward pass,
             whose blocks it may not contradict.
-        gather_kv_indices, score_mod_bwd: refused.
+        score_mod_bwd: refused.
         return_lse: also return log-sum-exps.
 
     Returns:
@@ -193,6 +195,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of the sequences, from 0 to the total.
         seqused_q, seqused_k: (batch,): of each sequence only so many count. Rows of out past them are 0, their
             log-sum-exps -inf.
+        gather_kv_indices: (total_q, count), or (batch, seqlen, count), of keys counted in each sequence; not beside
+            page_table.
         page_table: (batch, most pages): which pages hold a sequence, of seqused_k keys, by default as many as fit.
         max_seqlen_q, max_seqlen_k, min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata:
             mean nothing here.
@@ -212,7 +216,7 @@ def flash_attn_varlen_func(
     ints = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
     ints["page_table"] = page_table
     q, k, qv, heads_last = _choose_factors(q, k, v, qv, ints)
-    V4.refuse(gather_kv_indices=gather_kv_indices, score_mod_bwd=score_mod_bwd)
+    V4.refuse(score_mod_bwd=score_mod_bwd)
     with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
     q, k = v3.absorb(q, k, v, qv)
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
@@ -244,8 +248,17 @@ def flash_attn_varlen_func(
         mask = options["mask"] if mask_mod is not None else None
         listed = block_sparsity.read_mask(block_sparse_tensors, mask, lengths, _find_place(info))
         options["mask"] = listed & options["mask"] if mask is None and "mask" in options else listed
+    if gather_kv_indices is not None:
+        if page_table is not None:
+            raise UnsupportedError(
+                "gather_kv_indices: expected None beside page_table, as flash-attn does; got a tensor. "
+                "speedlight.attention_paged(indices=) has both."
+            )
+        options["indices"] = _read_chosen(gather_kv_indices, q, k, keys)
     if page_table is None:
-        return _make_results(attend(q, k, v, queries, keys, options, with_lse), return_lse, heads_last)
+        with V4.renamed:
+            found = attend(q, k, v, queries, keys, options, with_lse)
+        return _make_results(found, return_lse, heads_last)
     found = attend_pages(q, (k, v), page_table, seqused_k, queries, options, PAGES._replace(table="page_table"))
     return _make_results(found if with_lse else found[0], return_lse, heads_last)
 
@@ -303,6 +316,21 @@ def _choose_factors(
     check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, ints, strict=qv is not None, hint=OTHER_ORDER)
     assert q is not None and k is not None
     return q, k, qv, _is_absorbed(k, v, qv)
+
+
+def _read_chosen(chosen: Any, q: Tensor, k: Tensor, keys: Side) -> Tensor:
+    """Returns chosen keys, -1 for numbers that no key has. Raises where a query has a key twice."""
+    name, lead = "gather_kv_indices", tuple(q.shape[:-2])
+    check_tensors({}, {}, {name: chosen})
+    shape = tuple(getattr(chosen, "shape", ()))
+    if not isinstance(chosen, Tensor) or shape[:-1] != lead:
+        expected = ", ".join(map(str, (*lead, "count")))
+        got = shape if isinstance(chosen, Tensor) else type(chosen).__name__
+        raise ArgumentError(f"{name}: expected a tensor of shape ({expected}), by q's tokens; got {got}.")
+    most = k.shape[1] if keys.offsets is None else max(read_lengths(keys, k), default=0)
+    chosen = chosen.masked_fill((chosen < 0) | (chosen >= most), -1)
+    check_each_once(name, chosen)
+    return chosen
 
 
 def _fill_pages(page_table: Any, pages: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def attend_to_latents(
         keys, values = latents.expand()
         return attend(module, query, keys, values, attention_mask, scaling=scaling, cache=cache, **more)
     length = key.shape[2]
-    if type(attention_mask) is MaskSpec and attention_mask.k_len == length:
+    if type(attention_mask) is MaskSpec and attention_mask.k_len == length and more.get("indices") is None:
         attention_mask = attention_mask.cut()
         length = attention_mask.k_len
     keys, values = latents.as_keys(length)
@@ -217,8 +217,6 @@ def _find_obstacle(layer: Any, latent: torch.Tensor, rotary: torch.Tensor, expan
         return "kv_b_proj has hooks"
     if linear.bias is not None:
         return "kv_b_proj has a bias"
-    if getattr(layer, "indexer", None) is not None:
-        return "an indexer chooses keys"
     if not (latent.device.type == rotary.device.type == weight.device.type == "cpu"):
         return "latents or kv_b_proj are not on the CPU"
     if TORCH.is_any_autocast_enabled() or not latent.dtype is rotary.dtype is weight.dtype:
@@ -234,22 +232,27 @@ def _find_reason(latents: Latents, query: torch.Tensor, value: Any, cache: Any, 
     """Returns why a call attends to expanded keys, if it does."""
     if type(value) is not Expanded or value.latents is not latents:
         return "values are not those of the keys"
-    if more.get("indices") is not None or more.get("block_indices") is not None:
-        return "an indexer chooses keys"
+    if more.get("block_indices") is not None:
+        return "an indexer chooses blocks of keys"
     if torch.is_grad_enabled() and query.requires_grad:
         return "gradients are recorded"
     if query.dtype is not latents.latent.dtype or query.shape[1] != latents.heads:
         return "the query has another dtype or number of heads"
     if cache is not None and not isinstance(cache, ModelCache):
         return "a paged cache takes keys and values"
-    if _mode == "auto" and query.shape[2] > count_few(latents.latent.shape[-1], latents.nope_dim, latents.value_dim):
-        return "many queries at once"
+    if _mode == "auto":
+        few = count_few(latents.latent.shape[-1], latents.nope_dim, latents.value_dim)
+        chosen = more.get("indices")
+        if chosen is not None and chosen.shape[-1]:  # all keys are expanded, of which a query reads so many
+            few *= latents.latent.shape[2] / chosen.shape[-1]
+        if query.shape[2] > few:
+            return "many queries at once"
     return None
 
 
 @functools.lru_cache(64)
 def count_few(latent_dim: int, nope_dim: int, value_dim: int) -> float:
-    """Returns up to how many queries a call takes fewer FLOPs with kv_b_proj absorbed, over any number of keys.
+    """Returns up to how many queries a call takes fewer FLOPs with kv_b_proj absorbed, where all keys are read.
 
     For each head and key, expanding takes latent · (nope + value) multiply-adds and a query nope + rotary + value;
     absorbed, a query takes 2 · latent + rotary.

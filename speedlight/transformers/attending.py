@@ -87,9 +87,12 @@ def attention_forward(
         return attend_to_latents(attention_forward, **given.pop("more"), **given)
     if INSIDES.active_collector.get() or "output_attentions" in more:
         _check_weights(more)
+    chosen = None
     if more and not harmless.issuperset(more):
-        attention_mask, more = _read_chosen(module, value, attention_mask, more)
+        chosen, attention_mask, more = _read_chosen(module, value, attention_mask, more)
         _check_unknown(module, more)
+    if chosen is None and isinstance(attention_mask, torch.Tensor) and hasattr(module, "compressor"):
+        chosen = _find_shown(module, query, attention_mask)
     if isinstance(cache, ModelCache):  # of a model that hands on what it has, its past_key_values before 5.24
         cache = None
     elif cache is not None:
@@ -104,7 +107,7 @@ def attention_forward(
         if attention_mask.q_len > 1 and not is_offset:
             attention_mask.compare(more.get("position_ids"))
         # packed sequences have another layout
-        if cache is s_aux is position_bias is sinks is None and not dropout and not is_offset:
+        if cache is s_aux is position_bias is sinks is chosen is None and not dropout and not is_offset:
             if kept is not None:
                 with TRANSFORMERS.renamed:
                     out = kept[0].layer.attend_step(query, kept[0], attention_mask, scaling, softcap)
@@ -121,6 +124,8 @@ def attention_forward(
     elif attention_mask is None:
         _check_masked(module)
     options: dict[str, Any] = {"scale": scaling}
+    if chosen is not None:
+        options["indices"] = chosen
     if softcap is not None or position_bias is not None:
         options["score"] = _make_score(softcap, position_bias)
     if s_aux is not None:
@@ -185,26 +190,59 @@ def _check_unknown(module: Any, more: dict[str, Any]) -> None:
             )
 
 
-def _read_chosen(module: Any, key: torch.Tensor, mask: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the mask of keys, or of blocks of keys, that an indexer has chosen, and the options that are left.
+def _read_chosen(
+    module: Any, key: torch.Tensor, mask: Any, more: dict[str, Any]
+) -> tuple[torch.Tensor | None, Any, dict[str, Any]]:
+    """Returns keys that an indexer has chosen, or a mask of blocks of keys, and the options that are left.
 
     "indices" are DeepSeek-V3.2's and its kin's; "block_indices" MiniMax-M3's, whose indexer knows what they say.
     """
     if not isinstance(mask, (MaskSpec, torch.Tensor)):
-        return mask, more
+        return None, mask, more
     chosen, blocks = (None if name in harmless else more.get(name) for name in ("indices", "block_indices"))
     make = getattr(getattr(module, "indexer", None), "build_block_mask", None)
     if blocks is not None and make is not None:
+        chosen = None
         mask = make(blocks, mask, key.shape[2], key.dtype, key.device, None)
     elif isinstance(chosen, torch.Tensor) and not chosen.is_floating_point() and chosen.ndim == 3:
-        dense: Any = mask.dense() if isinstance(mask, MaskSpec) else mask
-        hidden = torch.ones(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
-        hidden = hidden.scatter(-1, chosen.long(), False)[:, None]
-        is_bool = dense.dtype == torch.bool
-        mask = dense & ~hidden if is_bool else dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
+        is_packed = isinstance(mask, MaskSpec) and mask.pattern.packed is not None
+        if is_packed or more.get("cu_seq_lens_q") is not None:
+            mask = mask.dense() if isinstance(mask, MaskSpec) else mask  # numbers count from the row's first key
+        if key.device.type != "cpu":  # where attention() takes masks alone
+            mask, chosen = _hide_others(chosen, mask, key), None
     else:
-        return mask, more
-    return mask, {name: x for name, x in more.items() if name not in ("indices", "block_indices")}
+        return None, mask, more
+    return chosen, mask, {name: x for name, x in more.items() if name not in ("indices", "block_indices")}
+
+
+def _hide_others(chosen: torch.Tensor, mask: Any, key: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that shows the chosen keys that the mask shows."""
+    dense: Any = mask.dense() if isinstance(mask, MaskSpec) else mask
+    hidden = torch.ones(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+    hidden = hidden.scatter(-1, chosen.long(), False)[:, None]
+    return dense & ~hidden if dense.dtype == torch.bool else dense.masked_fill(hidden, torch.finfo(dense.dtype).min)
+
+
+def _find_shown(module: Any, query: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    """Returns the few keys that a tensor shows to each query, of a layer whose indexer says there what it has chosen.
+
+    DeepSeek-V4's layers do so. Returns None where it shows many keys, or none to some query: that sees an average.
+    """
+    indexer = getattr(module.compressor, "indexer", None)
+    if (
+        indexer is None
+        or mask.device.type != "cpu"
+        or not mask.is_floating_point()
+        or mask.shape[:3] != (query.shape[0], 1, query.shape[2])
+    ):
+        return None
+    rows, keys = mask[:, 0].detach(), mask.shape[3]
+    shown = rows == 0
+    counts, hidden = shown.sum(-1), rows <= torch.finfo(mask.dtype).min
+    if not counts.numel() or not 0 < int(counts.min()) <= int(counts.max()) <= keys // 2 or not (shown | hidden).all():
+        return None
+    numbers = torch.where(shown, torch.arange(keys, device=mask.device), -1)
+    return numbers.sort(-1, descending=True).values[..., : int(counts.max())]
 
 
 def _check_masked(module: Any) -> None:

@@ -21,7 +21,7 @@ import speedlight.jax
 from speedlight.adapting import Library, add_distances, limits, rows_in_use
 from speedlight.flash_attn import v3, v4
 from speedlight.flash_attn.options import V2, V3, V4
-from speedlight.flash_mla import FLASH_MLA, flash_mla_with_kvcache, get_mla_metadata
+from speedlight.flash_mla import FLASH_MLA, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from speedlight.jax import JAX
 from speedlight.onnx import grouped, operators
 from speedlight.torch.dot_product import TORCH
@@ -39,7 +39,7 @@ CALLS = {
     V2: [getattr(fa, name) for name in (*fa.__all__, "_flash_attn_varlen_forward") if "flash_attn_" in name],
     V3: [getattr(v3, name) for name in v3.__all__],
     V4: [getattr(v4, name) for name in v4.__all__ if name[0] == "f"],
-    FLASH_MLA: [flash_mla_with_kvcache, get_mla_metadata],
+    FLASH_MLA: [flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata],
     TRANSFORMERS: [attention_forward],
     JAX: [speedlight.jax.dot_product_attention],
     operators.ATTENTION: [operators.Attention._run],

@@ -259,4 +259,32 @@ MUTATIONS = (
         "tables), []",
         "tests/adapters/torch/test_torch.py -k must_stay_until_its_backward",
     ),
+    Mutation(
+        "a row of chosen tokens is read one past its length",
+        "flash_mla.py",
+        "torch.arange(indices.shape[2], device=indices.device) >= length",
+        "torch.arange(indices.shape[2], device=indices.device) > length",
+        "tests/adapters/flash_mla/test_flash_mla_sparse.py -k test_prefill",
+    ),
+    Mutation(
+        "an attn_sink of FlashMLA's counts where no token is seen",
+        "flash_mla.py",
+        "torch.sigmoid(lse - sinks).masked_fill(lse == -torch.inf, 0)",
+        "torch.sigmoid(lse - sinks)",
+        "tests/adapters/flash_mla/test_flash_mla_sparse.py -k without_tokens",
+    ),
+    Mutation(
+        "a key may be chosen twice where that counts twice",
+        "adapting.py",
+        "    if again.any():",
+        "    if False:",
+        "tests/adapters/flash_mla/test_flash_mla_sparse.py -k refuses",
+    ),
+    Mutation(
+        "queries that are packed keep the chosen keys of padded ones",
+        "flash_attn/sequences.py",
+        '    if "indices" in options:',
+        "    if False:",
+        "tests/adapters/flash_attn/test_flash_versions.py -k gathered",
+    ),
 )

@@ -269,4 +269,11 @@ MUTATIONS = (
         'self.k.p["half"] * 0',
         "tests/conformance/pages/test_shared_prefixes.py -k 'bits_of_sequences_apart and float32 and plain'",
     ),
+    Mutation(
+        "what is fetched ahead of chosen keys in pages is looked up twice as far as slots are filled",
+        "cpu/kernels/forward.py",
+        "(choice.base, self.slot_count) if of_values",
+        "(choice.base, count) if of_values",
+        "tests/robustness/test_memory.py -k chosen_keys",
+    ),
 )

@@ -106,8 +106,8 @@ MUTATIONS = (
     Mutation(
         "whether calls are absorbed depends on the batch",
         "transformers/absorbing.py",
-        "query.shape[2] > count_few(",
-        "query.shape[0] * query.shape[2] > count_few(",
+        "if query.shape[2] > few:",
+        "if query.shape[0] * query.shape[2] > few:",
         "tests/adapters/transformers/test_transformers_latents.py -k few_queries",
     ),
     Mutation(
@@ -118,11 +118,25 @@ MUTATIONS = (
         "tests/adapters/transformers/test_transformers_latents.py -k queries_alone",
     ),
     Mutation(
-        "absorbed, every key is seen that an indexer has not chosen",
-        "transformers/absorbing.py",
-        'if more.get("indices") is not None or more.get("block_indices") is not None:',
-        "if False:",
+        "every key is seen that an indexer has not chosen",
+        "transformers/attending.py",
+        '    if chosen is not None:\n        options["indices"] = chosen',
+        '    if False:\n        options["indices"] = chosen',
         "tests/adapters/transformers/test_transformers_latents.py -k chosen",
+    ),
+    Mutation(
+        "a static cache is cut although chosen keys count in all of it",
+        "transformers/absorbing.py",
+        'attention_mask.k_len == length and more.get("indices") is None:',
+        "attention_mask.k_len == length:",
+        "tests/adapters/transformers/test_transformers_latents.py -k are_chosen",
+    ),
+    Mutation(
+        "as many queries are absorbed where few keys are chosen as where all are read",
+        "transformers/absorbing.py",
+        "few *= latents.latent.shape[2] / chosen.shape[-1]",
+        "few *= 1",
+        "tests/adapters/transformers/test_transformers_latents.py -k many_queries_of_chosen",
     ),
     Mutation(
         "unregister() leaves latent attention as register() made it",

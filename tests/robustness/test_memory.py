@@ -245,6 +245,19 @@ def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len, options
     assert len(results) == len(stored) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [2, 40])
+def test_scratch_contents_do_not_matter_to_chosen_keys(isa, rng, rubbish, dtype, heads):
+    """In pages, where what is fetched ahead is looked up in a table, too: each kind of kernel."""
+    q = rng.standard_normal((2, heads, 3, 33)).astype(numpy_dtype(dtype))
+    pages = rng.standard_normal((40, 7, 1, 33)).astype(q.dtype)
+    table, indices = rng.permutation(40).reshape(2, 20), rng.integers(-1, 130, (2, 3, 25))
+    results = set()
+    for _ in rubbish(launch):
+        results.add(sl.attention_paged(q, pages, pages, table, [140, 130], indices=indices).tobytes())
+    assert len(results) == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offsets_above_two_to_the_31(dtype):
     """Rows 2^31 elements apart on memory that is never touched in between."""

@@ -582,6 +582,7 @@ class _ChosenTask(_Task):
     """
 
     key_count: Value  # keys that are scored at once
+    slot_count: Value  # slots of these
     tile_of_keys: tuple[Variable, Value, Value]  # where the next tile's scores are; its first slot, and how many it has
 
     def __init__(self, k: Function, parts: _Parts) -> None:
@@ -619,9 +620,9 @@ class _ChosenTask(_Task):
     def take_tiles(self, at: Variable, end: Value) -> None:
         """Takes all panels through the next tiles of a span: as many as have room."""
         k, s, choice, zero = self.k, self.s, self.choice, self.k.i64(0)
-        tiles, slots, self.key_count = choice.fill(at, end)
+        tiles, self.slot_count, self.key_count = choice.fill(at, end)
         choice.begin(zero)
-        staged = self.stage_tile(zero, slots)
+        staged = self.stage_tile(zero, self.slot_count)
         with k.range(0, self.panels) as i:
             panel, first_key = Panel(self, i), k.variable(zero)
             rest = []
@@ -677,7 +678,8 @@ class _ChosenTask(_Task):
             case _:
                 base, page, row = self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
         of_values = name == "v"
-        slots, count = (choice.base, count) if of_values else (choice.keys, self.key_count)
+        # not `count`, which may have what is fetched ahead: locate() counts that itself, and no more slots are filled
+        slots, count = (choice.base, self.slot_count) if of_values else (choice.keys, self.key_count)
         choice.locate(places, of_values, base, page, row, count, slots)
         return k.i64(0)
 

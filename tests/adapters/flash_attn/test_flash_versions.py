@@ -86,6 +86,66 @@ def test_sequences(version, name):
     agree((out,), (true,), (q, k, v))
 
 
+def gathered(tokens, most, count):
+    """Keys of each token, each once; numbers of none among them, as a selector leaves them."""
+    found = torch.stack([torch.randperm(most + 3)[:count] for _ in range(tokens)])
+    return found.masked_fill(found >= most, int(torch.tensor([-1, 10**6])[tokens % 2])).int()
+
+
+def shown_by(chosen, keys):
+    """The mask of chosen keys."""
+    seen = torch.zeros(len(chosen), keys + 1, dtype=torch.bool)
+    seen.scatter_(1, torch.where((chosen < 0) | (chosen >= keys), keys, chosen).long(), True)
+    return lambda i, j: seen[i, j]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", SIDES)
+def test_gathered_keys(name, causal):
+    """Numbers count in each sequence; one past its keys is none."""
+    q_packed, k_packed, q_used, k_used = SIDES[name]
+    most = 7 if name.startswith("square") else 5
+    cu_q, cu_k = flash.offsets(4, 1, 2), flash.offsets(6, 2, 5)
+    q, k, v = made(
+        4, (7, 4, 8) if q_packed else (3, most, 4, 8), *[(13, 1, 8) if k_packed else (3, 7, 1, 8)] * 2, grad=True
+    )
+    chosen = gathered(7, 7, 4) if q_packed else gathered(3 * most, 7, 4).view(3, most, 4)
+    ends = {"cu_seqlens_q": cu_q if q_packed else None, "cu_seqlens_k": cu_k if k_packed else None}
+    used = {n: None if x is None else torch.tensor(x) for n, x in (("seqused_q", q_used), ("seqused_k", k_used))}
+    out, lse = v4.flash_attn_varlen_func(
+        q, k, v, **ends, **used, gather_kv_indices=chosen, causal=causal, return_lse=True
+    )
+    true, true_lse = torch.zeros(out.shape, dtype=torch.float64), torch.full(lse.shape, -math.inf, dtype=torch.float64)
+    for n in range(3):
+        rows, keys = row_range(cu_q, n, q_packed, q_used, most), row_range(cu_k, n, k_packed, k_used, 7)
+        own = (q[rows] if q_packed else q[n, rows], *(x[keys] if k_packed else x[n, keys] for x in (k, v)))
+        mask = shown_by(chosen[rows] if q_packed else chosen[n, rows], keys.stop - keys.start)
+        found, found_lse = flash.attended(*own, causal=causal, mask=mask)
+        if q_packed:
+            true[rows], true_lse[:, rows] = found, found_lse
+        else:
+            true[n, rows], true_lse[n, :, rows] = found, found_lse
+    agree((out, lse), (true, true_lse))
+    agree((out,), (true,), (q, k, v))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gathered_keys_of_latents(shared):
+    """As flash-attn 4 has them: beside qv, or with values that are their own keys."""
+    q, k, v, qv = made(2, (2, 5, 4, 8), (2, 7, 1, 8), (2, 7, 1, 12), (2, 5, 4, 12), grad=True)
+    chosen = gathered(10, 7, 4).view(2, 5, 4)
+    given, inputs = ((None, None, v, qv), (v, qv)) if shared else ((q, k, v, qv), (q, k, v, qv))
+    out, lse = v4.flash_attn_func(*given, gather_kv_indices=chosen, causal=True, return_lse=True)
+    true = []
+    for n in range(2):
+        own = (qv[n], v[n], v[n]) if shared else (q[n], k[n], v[n])
+        more = {} if shared else {"qv": qv[n]}
+        true.append(flash.attended(*own, **more, causal=True, mask=shown_by(chosen[n], 7)))
+    want, want_lse = (torch.stack(x) for x in zip(*true, strict=True))
+    agree((out, lse.transpose(1, 2)), (want, want_lse))
+    agree((out,), (want,), inputs)
+
+
 def row_range(ends, n, packed, used, most):
     start = int(ends[n]) if packed else 0
     room = int(ends[n + 1] - ends[n]) if packed else most
@@ -306,6 +366,10 @@ REFUSED = [
     (v3.flash_attn_func, "qv", {"qv": torch.ones(2, 5, 4, 9)}),
     (v3.flash_attn_func, "causal", {"causal": 1}),
     (v4.flash_attn_func, "gather_kv_indices", {"gather_kv_indices": torch.ones(2, 5, 8)}),
+    (v4.flash_attn_func, "gather_kv_indices", {"gather_kv_indices": torch.ones(2, 5, 8).int()}),
+    (v4.flash_attn_func, "gather_kv_indices", {"gather_kv_indices": torch.zeros(2, 4, 1).int()}),
+    (v4.flash_attn_func, "gather_kv_indices", {"gather_kv_indices": [[[1]]]}),
+    (v4.flash_attn_varlen_func, "gather_kv_indices", {"page_table": TABLE, "gather_kv_indices": TABLE[:, None]}),
     (v4.flash_attn_func, "score_mod_bwd", {"score_mod_bwd": max}),
     (v4.flash_attn_func, "mask_mod", {"mask_mod": lambda b, h, m, n, info, aux: n < 3, "causal": True}),
     (v4.flash_attn_func, "softcap", {"score_mod": lambda s, b, h, m, n, info, aux: s, "softcap": 1.0}),

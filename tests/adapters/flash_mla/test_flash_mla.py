@@ -177,10 +177,10 @@ def test_what_is_refused(rng):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"is_fp8_kvcache": True}, "is_fp8_kvcache: expected None; got True. Rows of codes, scales and bfloat16"),
         ({"is_fp8_kvcache": 1}, "is_fp8_kvcache: expected"),
-        ({"indices": x.table}, "indices: expected None; got Tensor. Chosen tokens are not offered"),
-        ({"attn_sink": torch.zeros(4)}, "attn_sink: expected None; got Tensor.*sink_logits"),
+        ({"attn_sink": torch.zeros(4)}, "attn_sink: expected None without indices; .*sink_logits=.*; got Tensor"),
+        ({"topk_length": x.lengths}, "topk_length: expected None without indices"),
         ({"num_splits": x.lengths}, "num_splits: expected None; got Tensor"),
-        ({"extra_k_cache": x.pages}, "extra_k_cache: expected None"),
+        ({"extra_k_cache": x.pages}, "extra_k_cache: expected None without indices"),
         ({"tile_scheduler_metadata": None}, r"tile_scheduler_metadata: expected what get_mla_metadata\(\) returns"),
         ({"block_table": None}, "block_table: expected a tensor; got NoneType"),
         ({"cache_seqlens": [70, 20]}, "cache_seqlens: expected a tensor; got list"),

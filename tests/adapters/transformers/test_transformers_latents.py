@@ -118,7 +118,7 @@ def families(table):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), families(ABSORBED) + families(INDEXED))
 def test_families(kind, name, monkeypatch):
-    """Tokens and logits of small models, padded on the left: absorbed, or in the stock way where an indexer chooses."""
+    """Tokens and logits of small models, padded on the left; of some an indexer chooses keys."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import small
 
@@ -137,16 +137,10 @@ def test_families(kind, name, monkeypatch):
         )  # fmt: skip
         found[mode] = result.sequences, torch.stack(result.logits)
         report = speedlight.torch.report(reset=True)
-        assert bool(report.taken) == (mode in ("auto", "absorbed") and name in (*ABSORBED_NAMES, "dots3_note"))
-        assert {why for _, why in report.left} == (
-            {"an indexer chooses keys"} if mode in ("auto", "absorbed") and name not in ABSORBED_NAMES else set()
-        )
+        assert bool(report.taken) == (mode in ("auto", "absorbed")) and not report.left
     for mode in ("stock", "auto", "absorbed"):
         assert torch.equal(found[mode][0], found["eager"][0]), mode
         assert_close(found[mode][1], found["eager"][1])
-
-
-ABSORBED_NAMES = [name for _, name in families(ABSORBED)]
 
 
 WAYS = {
@@ -289,8 +283,26 @@ def test_keys_that_are_chosen(deepseek):
         keys = Attention.expand_kv(layer, latent, rotary)
         got, _ = speedlight.transformers.attention_forward(layer, query, *keys, spec, indices=chosen)
         want = sl.attention(query, *(x[:, :, chosen[0, 0]] for x in STOCK(layer, latent, rotary)))
+        assert_close(got, want.transpose(1, 2))
+        earlier = speedlight.transformers.attention_mask(1, 1, 9, q_offset=5)  # of a static cache
+        got, _ = speedlight.transformers.attention_forward(layer, query, *keys, earlier, indices=chosen)
+        want = sl.attention(query, *(x[:, :, [0, 3]] for x in STOCK(layer, latent, rotary)))
     assert_close(got, want.transpose(1, 2))
-    assert counts() == (0, {"an indexer chooses keys": 1})
+    assert counts() == (2, {})
+
+
+@pytest.mark.parametrize(("queries", "taken"), [(FEW * 3, 1), (FEW * 3 + 3, 0)])
+def test_many_queries_of_chosen_keys(deepseek, queries, taken):
+    """A third of the keys is read, so that three times as many queries take fewer FLOPs absorbed."""
+    layer = attending(deepseek, "auto").model.layers[0].self_attn
+    shape = 1, 1, 3 * queries
+    latent, rotary = torch.randn(*shape, LATENT), torch.randn(*shape, ROTARY)
+    query, spec = torch.randn(1, HEADS, queries, 24), speedlight.transformers.attention_mask(1, queries, shape[2])
+    chosen = torch.arange(queries).expand(1, queries, queries)
+    with torch.no_grad():
+        keys = Attention.expand_kv(layer, latent, rotary)
+        speedlight.transformers.attention_forward(layer, query, *keys, spec, indices=chosen)
+    assert counts() == (taken, {} if taken else {"many queries at once": 1})
 
 
 # --- weights
