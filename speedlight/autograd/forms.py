@@ -21,7 +21,7 @@ from ..arrays.integers import integer, is_one, whole
 from ..arrays.torch_tensors import is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expressions.operations import KINDS, OPERATIONS
-from ..expressions.tables import Table
+from ..expressions.tables import Table, plainly
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import SYMBOLS, Node, order
 from ..host.memo import Memo
@@ -54,7 +54,8 @@ def tensors_of(options: Options) -> list[torch.Tensor]:
         if name in _LISTS and is_tensor(option) and is_traced(option):
             found.append(option)
         if name == "indices":
-            found.append(option if is_tensor(option) else _tensor_of(option, name))
+            with plainly():
+                found.append(option if is_tensor(option) else _tensor_of(option, name))
         if name not in ("mask", "score"):
             continue
         for x in scores_of(option) if name == "score" else [option]:
@@ -131,7 +132,10 @@ def _fill(x: Any, tensors: list[torch.Tensor]) -> Any:
         return [_fill(one, tensors) for one in x]
     if isinstance(x, dict):
         tensor = tensors[x["tensor"]]
-        return tensor.detach() if tensor.ndim else tensor.item()
+        if not tensor.ndim:
+            return tensor.item()
+        with plainly():  # transforms would wrap it
+            return tensor.detach()
     return x
 
 
@@ -145,6 +149,7 @@ def is_same_for_items(text: str, tables: list[torch.Tensor]) -> bool:
     if (
         len(kept.get("layout", "bhld")) == 3
         or kept.get("dropout")
+        or "indices" in kept
         or any([isinstance(kept.get(x), (list, dict)) for x in _LISTS[1:]])
     ):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..arrays.torch_tensors import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, pass_on
 from ..expressions.program import hiding_condition
 from ..expressions.symbols import Symbol
-from ..expressions.tables import Table
+from ..expressions.tables import Table, plainly
 from ..expressions.tracing import Expression, expression
 from .problem import TILE, Problem
 from .work import Work
@@ -119,6 +120,9 @@ def joined(problem: Problem) -> Problem:
     return replace(problem, mask=mask if problem.mask is None else problem.mask & mask, chosen=None)
 
 
+_making = threading.Lock()
+
+
 class _Bits(Table):
     """Table of bits, one for each query and key, that is made when it is first looked up."""
 
@@ -130,9 +134,10 @@ class _Bits(Table):
         self._chosen: Chosen | None = chosen
 
     def _follow(self) -> Any:
-        if self._chosen is not None:
-            self._bound = self._bound._replace(array=_bits_of(self._chosen, self.shape))
-            self.watched, self._chosen = None, None
+        with _making:  # one array for all threads, whose kernels have its address
+            if self._chosen is not None:
+                self._bound = self._bound._replace(array=_bits_of(self._chosen, self.shape))
+                self.watched, self._chosen = None, None
         return self._bound
 
 
@@ -225,7 +230,6 @@ def _read(x: Any) -> np.ndarray:
         check_plain_tensor(x, "indices")
         if x.device.type != "cpu":
             raise ArgumentError(f"indices: expected a tensor on the CPU, as q; got one on {x.device}. Use .cpu().")
-        x = x.detach()
     if is_masked(x):
         raise ArgumentTypeError(f"indices: expected {what}; got a {type(x).__name__}. Use indices.filled(-1).")
     is_array = is_tensor(x) or isinstance(x, (np.ndarray, list, tuple))
@@ -236,7 +240,8 @@ def _read(x: Any) -> np.ndarray:
     try:
         given: Any = x
         if is_tensor(x):
-            array = given.numpy()
+            with plainly():
+                array = given.detach().numpy()
         else:
             array = np.asarray(given) if is_array or has(x, "indices", "__array__") else np.from_dlpack(given)
     except Exception as error:  # ragged lists, other libraries' code

@@ -208,6 +208,28 @@ def test_gradients_are_those_of_the_equal_mask() -> None:
     assert digest(tuple(results[0])) == digest(tuple(results[1]))
 
 
+@pytest.mark.parametrize("as_array", [torch.Tensor.numpy, torch.Tensor.clone], ids=["numpy", "torch"])
+def test_transforms_and_derivatives_are_those_of_the_equal_mask(as_array: Any) -> None:
+    import speedlight.torch as st
+
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 5, 8, dtype=torch.double), torch.randn(2, 2, 40, 8, dtype=torch.double)
+    indices = torch.randint(0, 40, (2, 5, 6))
+    mask = torch.zeros(2, 1, 5, 40, dtype=torch.bool).scatter_(-1, indices[:, None], True)
+    found = []
+    for how in ({"indices": as_array(indices)}, {"mask": mask}):
+
+        def call(q: torch.Tensor, how: dict[str, Any] = how) -> torch.Tensor:
+            return st.attention(q, k, k, **how)
+
+        followed = q.clone().requires_grad_()
+        (first,) = torch.autograd.grad((call(followed) ** 2).sum(), followed, create_graph=True)
+        (second,) = torch.autograd.grad((first**2).sum(), followed)
+        tangent = torch.func.jvp(call, (q,), (q,))[1]
+        found.append((second.numpy(), tangent.numpy(), torch.func.vmap(call)(torch.stack([q, 2 * q])).numpy()))
+    assert digest(found[0]) == digest(found[1])
+
+
 def test_a_query_without_keys_is_empty() -> None:
     x = np.ones((1, 2, 3, 8), np.float32)
     out, lse = sl.attention(x, x, x, indices=np.full((1, 3, 4), -1), return_lse=True)
