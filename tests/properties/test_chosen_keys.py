@@ -208,6 +208,7 @@ def test_gradients_are_those_of_the_equal_mask() -> None:
     assert digest(tuple(results[0])) == digest(tuple(results[1]))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, in forward mode
 @pytest.mark.parametrize("as_array", [torch.Tensor.numpy, torch.Tensor.clone], ids=["numpy", "torch"])
 def test_transforms_and_derivatives_are_those_of_the_equal_mask(as_array: Any) -> None:
     import speedlight.torch as st
