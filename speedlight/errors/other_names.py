@@ -35,10 +35,10 @@ _OPTIONS = {
     "dropout_p attn_dropout attention_dropout dropout_rate p": "dropout= and seed=, an int that says which weights are "
     "dropped",
     "softmax_scale sm_scale scaling scale_factor": "scale=, a factor of the scores",
-    "topk_indices topk_idxs gather_kv_indices sparse_indices selected_indices topk top_k": "indices=, the numbers of the "
-    "keys that each query may see, -1 for none",
-    "block_indices block_table_mask block_sparse_tensors": "mask=sl.blocks(table, size), whose table is True where a block "
-    "of queries sees a block of keys",
+    "topk_indices topk_idxs gather_kv_indices sparse_indices selected_indices topk top_k": "indices=, the numbers of "
+    "the keys that each query may see, -1 for none",
+    "block_indices block_table_mask block_sparse_tensors": "mask=sl.blocks(table, size), whose table is True where a "
+    "block of queries sees a block of keys",
     "enable_gqa": "nothing: fewer heads of k and v are grouped heads",
     "softcap logits_soft_cap attn_logits_soft_cap soft_cap logit_cap logit_softcapping attn_logit_softcapping": _CAP,
     "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
