@@ -77,6 +77,7 @@ WORDS = {
     "quantization": "faq", "reproducible": "faq", "FlashAttention": "how-it-works", "xformers": "faq",
     "nanoGPT": "faq", "Jupyter": "faq", "attention mask": "faq", "RoPE": "tutorial", "AMX": "faq", "ragged": "cookbook",
     "DeepSeek": "mla", "Kimi": "mla", "MLA": "mla", "latent": "mla", "FlashMLA": "coming-from",
+    "kvpress": "coming-from",
 }  # fmt: skip
 
 
