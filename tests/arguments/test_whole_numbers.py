@@ -68,6 +68,11 @@ def backward(given, more):
     return sl.attention_backward(*given, out, lse, out, **more)
 
 
+def weighed(given, more):
+    _, lse = sl.attention(*given, **more, return_lse=True)
+    return sl.key_weights(*given[:2], lse, **more)
+
+
 def followed(given, more, attention=sl.attention):
     q, k, v = (torch.tensor(x, requires_grad=True) for x in given)
     out = attention(q, k, v, **more)
@@ -88,6 +93,7 @@ DOORS = {
     "torch.attention, followed": lambda given, more: followed(given, more, speedlight.torch.attention),
     "torch.attention, transformed": transformed,
     "attention_backward": backward,
+    "key_weights": weighed,
     "plan": lambda given, more: repr(sl.plan(*given, **more)),
 }
 
@@ -171,6 +177,7 @@ CALLS = {
     ("PagedSequence.truncate", "length"): lambda n: paged(n, lambda pool, one, n: one.truncate(n(2))),
     ("view", "head item span q_len"): drawn,
     ("append_paged", "k_lengths new_lengths"): put_into_pages,
+    ("key_weights", "rows"): lambda n: sl.key_weights(Q, K, np.zeros(Q.shape[:3], np.float32), rows=[n(1), n(2)]),
     ("attention", "value_dim"): lambda n: sl.attention(Q, K, None, value_dim=n(3)),
     ("attention_backward", "value_dim"): lambda n: sl.attention_backward(
         Q, K, None, Q[..., :3], np.zeros(Q.shape[:3], np.float32), Q[..., :3], value_dim=n(3)
@@ -220,6 +227,8 @@ CALLS = {
 }
 for _door, _run in DOORS.items():
     for _name in options(int):
+        if (_door, _name) == ("key_weights", "seed"):  # which drops nothing
+            continue
         CALLS[_door, _name] = lambda n, run=_run, name=_name: run(*options(n)[name])
 
 
