@@ -115,6 +115,20 @@ def test_chosen_keys_alone_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("group", [4, 40], ids=["rows", "panels"])
+def test_absent_keys_of_pairs_weigh_nothing(group: int) -> None:
+    rng = np.random.default_rng(4)
+    kind = numpy_dtype("bfloat16")
+    q, k, v = (rng.standard_normal((1, n, m, 16)).astype(kind) for n, m in ((group, 2), (1, 400), (1, 400)))
+    v[:, :, ::7] = np.nan
+    indices = rng.permutation(400)[: 2 * 60].reshape(1, 2, 60)
+    indices[indices % 7 == 0] = -1
+    v[:, :, indices.max(axis=-1)[0]] = np.inf  # times a weight of 0 it would be NaN
+    got, want = both(Choice((q, k, v), indices, equal_mask(indices, 400, 1, group), {}))
+    assert got == want
+    assert np.isinf(sl.attention(q, k, v, indices=indices).astype(np.float32)).all()
+
+
 def test_order_and_duplicates_do_not_matter() -> None:
     rng = np.random.default_rng(1)
     q, k = (rng.standard_normal((1, 4, n, 16), dtype=np.float32) for n in (2, 700))
