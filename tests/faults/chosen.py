@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         "kv heads share the first one's lists",
         "cpu/engine/chosen_call.py",
-        "lists.strides[1] if chosen.has_heads else 0",
+        "chosen.lists.strides[1] if chosen.has_heads else 0",
         "0",
         f"{_BITS}'equal_mask and float32'",
     ),

@@ -35,6 +35,19 @@ DIMS = ((1, 1), (2, 3), (7, 9), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8)
 # q_len, k_len: nothing, one, around the panel, the tile and the span
 LENGTHS = ((0, 5), (5, 0), (1, 1), (3, 127), (47, 128), (48, 129), (49, 255), (16, 1024), (20, 1025), (100, 2100))
 
+# options of a call or a pass back of two items of 200 queries
+PLACES_AND_SCALES: dict[str, dict[str, Any]] = {
+    "before the keys": {"causal": True, "q_start": -60},
+    "of each": {"causal": True, "q_start": [-300, 191]},
+    "a shard": {"causal": True, "q_start": 2100, "k_start": 2048},
+    "far": {"causal": True, "q_start": (1 << 40) + 100, "k_start": 1 << 40},
+    "lengths": {"q_lengths": [200, 31], "k_lengths": [3, 150]},
+    "no keys": {"k_lengths": [0, 150], "causal": True},
+    "no queries": {"q_lengths": [0, 200], "causal": True},
+    "negative scale": {"scale": -0.7, "causal": True},
+    "no scale": {"scale": 0.0},
+}
+
 
 def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))

@@ -460,7 +460,11 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
     """
     own, keys = STORAGE_BYTES[problem.storage], ELEMENT_BYTES[problem.key_dtype]
     of_rows, of_keys = sum(problem.q_lengths) * problem.q_heads * own, sum(problem.k_lengths) * problem.kv_heads * keys
-    if how.parts > 1 or (of_rows + of_keys) * (problem.head_dim + problem.value_dim) < _KEPT * level2_bytes():
+    if (
+        problem.chosen is not None
+        or how.parts > 1
+        or (of_rows + of_keys) * (problem.head_dim + problem.value_dim) < _KEPT * level2_bytes()
+    ):
         return {}
     dense = words["page_size"] == ENDLESS
     sizes = (
@@ -510,16 +514,29 @@ def tickets_of(problem: Problem, how: Schedule) -> tuple[np.ndarray, np.ndarray]
 
 def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -> np.ndarray:
     """Returns the kernel's table of batch items, [item, word]: those that have tickets."""
-    batch, number = problem.batch, number_bytes(problem.storage)
+    batch = problem.batch
     blocks, tickets = tickets_of(problem, how)
+    items = item_columns(problem, rows, keys)._replace(first=np.cumsum(tickets) - tickets, blocks=blocks)
+    table = np.stack(items, axis=1)
+    if problem.rows is not None and batch and not problem.partial:
+        table = np.concatenate([table, _unused_rows(problem, how, rows, items)])
+        tickets = table[:, ITEM.blocks] * problem.kv_heads
+    # an item without tickets shares its first ticket with the next: bisection then finds the last, so only items with
+    # work are left
+    return np.ascontiguousarray(table[tickets > 0]) if batch else table
+
+
+def item_columns(problem: Problem, rows: Rows, keys: Dense | Paged) -> Item:
+    """Returns the columns of the table of batch items; tickets are left out."""
+    batch, number = problem.batch, number_bytes(problem.storage)
     if rows.first is not None:
         first, axis, lse = np.array(rows.first, np.int64), LAYOUTS[rows.layout][-2], number
     else:
         first, axis = np.arange(batch, dtype=np.int64), LAYOUTS[rows.layout][0]
         lse = problem.q_heads * _padded_rows(problem) * number
-    items = Item(
-        first=np.cumsum(tickets) - tickets,
-        blocks=blocks,
+    return Item(
+        first=first * 0,
+        blocks=first * 0,
         q_len=np.array(problem.q_lengths, np.int64),
         k_len=np.array(problem.k_lengths, np.int64),
         start=np.array(problem.q_starts, np.int64) - problem.k_start,
@@ -532,13 +549,6 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         chosen=first * 0,
         **columns_of_keys(keys, batch),
     )
-    table = np.stack(items, axis=1)
-    if problem.rows is not None and batch and not problem.partial:
-        table = np.concatenate([table, _unused_rows(problem, how, rows, items)])
-        tickets = table[:, ITEM.blocks] * problem.kv_heads
-    # an item without tickets shares its first ticket with the next: bisection then finds the last, so only items with
-    # work are left
-    return np.ascontiguousarray(table[tickets > 0]) if batch else table
 
 
 def _unused_rows(problem: Problem, how: Schedule, rows: Rows, items: Item) -> np.ndarray:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...problem.problem import SPAN, TILE
-from ..language.vector import I1, I16, I32, I64, Function, Module, Value, Variable
+from ..language.vector import I1, I16, I64, Function, Module, Value, Variable
 from ..memory.records import BLOCK, ENDLESS, ITEM, ITEM_BYTES, PLACES, ROW, ROW_AT, STATE_SUMS, WALK, Item
 from ..memory.shape import Shape
 from ..products.product import product_of
@@ -33,7 +33,7 @@ from .row_weights import (
     value_tiles,
     weigh,
 )
-from .slots import Choice, choose_tile, locate_chosen
+from .slots import Choice, SlotFunctions
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
 from .task import Box, Work, attention_module, call_at
@@ -55,11 +55,8 @@ class _Parts:
         self.scale_scores = scale_scores(m, s) if leaves_scales else None
         self.stage_scales = stage_scales(m, self.locate, s.format.unit) if s.lists_scales else None
         self.expression = expression_row(m, s, s.program) if s.program else None
-        skips = s.program and s.program.may_hide and not s.chosen
-        self.visibility = visibility(m, s, s.program) if skips else None
-        self.choose = choose_tile(m, s.chosen_unit) if s.chosen else None
-        self.choose_keys = choose_tile(m, 1) if s.chosen and s.chosen_unit > 1 else None
-        self.locate_chosen = locate_chosen(m) if s.chosen else None
+        self.visibility = visibility(m, s, s.program) if s.is_masked and not s.chosen else None
+        self.slots: Any = SlotFunctions.of(m, s) if s.chosen else None
         in_step = s.cached and self.visibility is None and self.scale_scores is None
         self.score_heads = product.flushed(m, score_heads(m, s)) if in_step else None
         self.extent = extent(m, self.visibility) if self.visibility else None
@@ -514,10 +511,12 @@ class _ChosenTask(_Task):
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts)
         a = self.a
-        self.choice = Choice(self, parts.choose, parts.locate_chosen, parts.choose_keys)
+        self.choice = Choice(self, parts.slots)
         self.first_query = self.k.p["number"] % self.groups_of_queries() * a.queries
         self.queries_here = k.min(a.item_count - self.first_query, a.queries)
-        self.places_of_values, self.walks, self.joint_scores = self.v_places, self.part("walks"), self.part("joint")
+        self.places_of_values = self.v_places
+        self.walks = self.part("walks")
+        self.joint_scores = self.part("joint")
 
     def groups_of_queries(self) -> Value:
         return (self.a.item_count + (self.a.queries - 1)) // self.a.queries
@@ -535,7 +534,7 @@ class _ChosenTask(_Task):
 
     @contextlib.contextmanager
     def each_query(self) -> Iterator[Value]:
-        """Loops over the task's queries; yields where the next key of each is, and then the span it is in (or -1)."""
+        """Loops over the task's queries; yields the words of each one's walk (WALK)."""
         k, s = self.k, self.s
         with k.range(0, self.queries_here) as n:
             self.item = self.query_of(self.first_query + n)
@@ -543,7 +542,7 @@ class _ChosenTask(_Task):
             self.state_at = n * (self.rows * self.state_row)
             self.head_queries = k.at(self.queries, n * (self.rows * self.units * s.number_bytes))
             self.head_span = k.at(self.span, self.state_at)
-            yield k.at(self.walks, n * (WALK.bytes))
+            yield k.at(self.walks, n * WALK.bytes)
 
     def run(self) -> None:
         """Takes all queries through the spans in which any has a chosen key."""
@@ -580,14 +579,12 @@ class _ChosenTask(_Task):
 
     def next_key(self, at: Value) -> Value:
         """Returns the number of a query's next key, ENDLESS if it sees no more."""
-        k = self.k
-        key = k.zext(k.load(I32, k.pointer(at)), I64)
+        k, key = self.k, self.choice.key_at(at)
         return k.select(key < self.row_limit(k.i64(0)), key, k.i64(ENDLESS))
 
     def take_span(self, at: Variable, end: Value) -> None:
         """Takes the rows of a query through its keys below `end`, of one span, as many tiles at once as have slots."""
         k, s, a, choice = self.k, self.s, self.a, self.choice
-        may_hide = s.program is not None and s.program.may_hide
         with k.forever() as leave_if:
             leave_if(self.next_key(at.get()) >= end)
             tiles, slots, keys = choice.fill(at, end)
@@ -601,7 +598,7 @@ class _ChosenTask(_Task):
                 self.spread_scores(first_key, first, count)
                 choice.begin(first)
                 self.v_places = k.at(self.places_of_values, first * 8)
-                self.add_tile(k.i64(0), count, k.i64(0) if may_hide else count, k.i64(0))
+                self.add_tile(k.i64(0), count, k.i64(0) if s.is_masked else count, k.i64(0))
 
     def spread_scores(self, first_key: Variable, first: Value, count: Value) -> None:
         """Copies the scores of a tile's slots; an absent key scores as its partner does."""
@@ -611,13 +608,9 @@ class _ChosenTask(_Task):
                 x = k.load(s.vector, self.joint_scores, r * score_row(s) + (first + j) * s.number_bytes)
                 k.store(x, self.scratch, r * score_row(s) + j * s.number_bytes)
             return
-
-        def move(key: Value, slot: Value) -> None:
-            with k.range(0, self.rows) as r:
-                x = k.load(s.number, self.joint_scores, r * score_row(s) + key * s.number_bytes)
-                k.store(x, self.scratch, r * score_row(s) + slot * s.number_bytes)
-
-        self.choice.spread(first_key, first, count, move)
+        with self.choice.each_slot(first_key, first, count) as (key, slot), k.range(0, self.rows) as r:
+            x = k.load(s.number, self.joint_scores, r * score_row(s) + key * s.number_bytes)
+            k.store(x, self.scratch, r * score_row(s) + slot * s.number_bytes)
 
     def tile_limit(self, r: Value, start: Value, count: Value) -> Value:
         return count

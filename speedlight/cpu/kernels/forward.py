@@ -27,7 +27,7 @@ from .panel_states import clear_state, copy_state, load_state, merge_states, sto
 from .panel_weights import scale_weights, softmax_tile
 from .panels import Panel, PanelWork, Tile
 from .prefetch import find_prefetch
-from .slots import Choice, choose_tile, locate_chosen, number_of, spread_tile
+from .slots import Choice, SlotFunctions, number_of, spread_tile
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries
 from .task import Seen, attention_module
@@ -49,11 +49,8 @@ class _Parts:
         self.scale_weights = scale_weights(m, s) if s.scale_block else None
         self.value, self.predicated = product.value_tile(m), product.predicated_tile(m)
         self.expression = expression_tile(m, s, s.program) if s.program else None
-        skips = s.program and s.program.may_hide and not s.chosen
-        self.visibility = visibility(m, s, s.program) if skips else None
-        self.choose = choose_tile(m, s.chosen_unit) if s.chosen else None
-        self.choose_keys = choose_tile(m, 1) if s.chosen and s.chosen_unit > 1 else None
-        self.locate_chosen = locate_chosen(m) if s.chosen else None
+        self.visibility = visibility(m, s, s.program) if s.is_masked and not s.chosen else None
+        self.slots: Any = SlotFunctions.of(m, s) if s.chosen else None
         self.spread = spread_tile(m, s) if s.chosen else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
@@ -428,16 +425,19 @@ class _Task(PanelWork):
 
         Returns whether they are at one distance.
         """
-        k, a = self.k, self.a
+        k, pages = self.k, self.k.pointer(self.item.pages)
+        return k.call(self.parts.locate, k.p["a"], places, pages, *self.place_of(name), start, start + count)
+
+    def place_of(self, name: str) -> tuple[Value, Value, Value]:
+        """Returns where keys ("k"), their second part ("rotary") or values ("v") lie: base, bytes of a page, a row."""
+        a = self.a
         match name:
             case "k":
-                base, page, row = self.keys, a.k_page, a.k_row
+                return self.keys, a.k_page, a.k_row
             case "v":
-                base, page, row = self.values, a.v_page, a.v_row
+                return self.values, a.v_page, a.v_row
             case _:
-                base, page, row = self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
-        pages = k.pointer(self.item.pages)
-        return k.call(self.parts.locate, k.p["a"], places, pages, base, page, row, start, start + count)
+                return self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
 
     def stage_scales(self, k_places: Value, v_places: Value, start: Value, count: Value) -> None:
         """Stages a tile's scales, side by side: of keys, then of values."""
@@ -583,11 +583,11 @@ class _ChosenTask(_Task):
 
     key_count: Value  # keys that are scored at once
     slot_count: Value  # slots of these
-    tile_of_keys: tuple[Variable, Value, Value]  # where the next tile's scores are; its first slot, and how many it has
+    tile_of_keys: tuple[Variable, Value]  # where the next tile's scores are, and how many slots it has
 
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts)
-        self.choice = Choice(self, parts.choose, parts.locate_chosen, parts.choose_keys)
+        self.choice = Choice(self, parts.slots)
 
     def item_of(self, number: Value) -> Any:
         return self.item_of_chosen(number)
@@ -604,13 +604,13 @@ class _ChosenTask(_Task):
         self.choice.clear_zeros(a.value_dim * s.key_bytes)
         at = k.variable(self.item.chosen + self.head * a.chosen_head)
         with k.forever() as leave_if:
-            key = self.choice.next_key(at)
+            key = self.choice.key_at(at.get())
             leave_if(key >= limit)
             end = k.min((key & -SPAN) + SPAN, limit)
             with k.range(0, self.panels) as i:
                 clear_state(k, s, Panel(self, i).part("span"), a.width + 2)
             with k.forever() as leave_span_if:
-                leave_span_if(self.choice.next_key(at) >= end)
+                leave_span_if(self.choice.key_at(at.get()) >= end)
                 self.take_tiles(at, end)
             with k.range(0, self.panels) as i:
                 panel = Panel(self, i)
@@ -632,7 +632,7 @@ class _ChosenTask(_Task):
             self.score_panel(panel, keys, (zero, self.key_count), rest, self.part("joint"))
             with choice.each_tile(tiles) as (first, count):
                 choice.begin(first)
-                self.tile_of_keys = first_key, first, count
+                self.tile_of_keys = first_key, count
                 start = number_of(k.load(I64, choice.slots)) & -TILE
                 values = product_of(s).values_from(k, staged.values, first, staged.v_row)
                 tile = staged._replace(start=start, length=count, values=values, rest=None)
@@ -643,7 +643,7 @@ class _ChosenTask(_Task):
         if to is not None:
             super().score_panel(panel, keys, ahead, more, to)
             return
-        first_key, _, count = self.tile_of_keys
+        first_key, count = self.tile_of_keys
         arguments = (self.part("joint"), self.scratch, self.part("check"), self.choice.slots, first_key.get(), count)
         first_key.set(self.k.call(self.parts.spread, *arguments))
 
@@ -657,31 +657,20 @@ class _ChosenTask(_Task):
         with self.choice.each_absent(count) as (slot, _):
             for v in range(s.vectors):
                 k.store(k.const(float("-inf"), s.vector), self.scratch, slot * s.row_bytes + s.lane_offset(v))
-        return (clear, full) if self.may_hide else (count, count)
-
-    @property
-    def may_hide(self) -> bool:
-        return self.s.program is not None and self.s.program.may_hide
+        return (clear, full) if s.is_masked else (count, count)
 
     def predicated_to(self, clear: Value) -> Value:
         """Returns 0 where all lanes see the same keys: values of absent ones are zeros."""
-        return clear if self.may_hide or self.choice.unit == 1 else self.k.i64(0)
+        return clear if self.s.is_masked or self.choice.unit == 1 else self.k.i64(0)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
         """Finds the addresses of keys ("k"), their second part ("rotary") or values ("v")."""
-        k, a, choice = self.k, self.a, self.choice
-        match name:
-            case "k":
-                base, page, row = self.keys, a.k_page, a.k_row
-            case "v":
-                base, page, row = self.values, a.v_page, a.v_row
-            case _:
-                base, page, row = self.keys_of("rotary", self.head), a.rotary_page, a.rotary_row
+        choice = self.choice
         of_values = name == "v"
         # not `count`, which may have what is fetched ahead: locate() counts that itself, and no more slots are filled
         slots, count = (choice.base, self.slot_count) if of_values else (choice.keys, self.key_count)
-        choice.locate(places, of_values, base, page, row, count, slots)
-        return k.i64(0)
+        choice.locate(places, of_values, *self.place_of(name), count, slots)
+        return self.k.i64(0)
 
     def first_position(self, start: Value) -> Value:
         return self.a.k_start

@@ -7,8 +7,8 @@ number of the first that is chosen, and ABSENT. They score as it does, weigh not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from ...problem.problem import SPAN, TILE
 from ..language.prototypes import prototype
@@ -94,6 +94,18 @@ def locate_chosen(module: Module) -> Any:
     return k.finish()
 
 
+@contextlib.contextmanager
+def _each_slot(k: Function, slots: Value, count: Value, key: Variable) -> Iterator[tuple[Value, Value]]:
+    """Loops over slots; yields the number, among all keys, of what is chosen of each one's pair, and the slot.
+
+    key: the number of the first slots' key; it goes on.
+    """
+    with k.range(0, count) as slot:
+        is_absent = k.load(I64, slots, slot * 8) >= ABSENT
+        yield key.get() - k.zext(is_absent & (slot & 1).differs(0), I64), slot
+        key.set(key.get() + k.zext(is_absent ^ 1, I64))
+
+
 def spread_tile(module: Module, s: Shape) -> Any:
     """scores[slot, panel] = joint[key, panel] of the slots of a tile; an absent key scores as its partner does.
 
@@ -104,30 +116,44 @@ def spread_tile(module: Module, s: Shape) -> Any:
     p, starts, combine = k.p, (float("-inf"), 0.0, float("inf")), combined_by(k, s)
     found = [[k.variable(k.const(x, s.vector)) for x in starts] for _ in range(s.vectors)]
     key = k.variable(p["key"])
-    with k.range(0, p["count"]) as slot:
-        is_absent = k.load(I64, p["slots"], slot * 8) >= ABSENT
-        row = key.get() - k.zext(is_absent & (slot & 1).differs(0), I64)
+    with _each_slot(k, p["slots"], p["count"], key) as (row, slot):
         for v in range(s.vectors):
             x = k.load(s.vector, p["joint"], row * s.row_bytes + s.lane_offset(v))
             k.store(x, p["scores"], slot * s.row_bytes + s.lane_offset(v))
             for variable, of in zip(found[v], combine, strict=True):
                 variable.set(of(x, variable.get()))
-        key.set(key.get() + k.zext(is_absent ^ 1, I64))
     for v in range(s.vectors):
         for i, variable in enumerate(found[v]):
             k.store(variable.get(), p["check"], i * s.row_bytes + s.lane_offset(v))
     return k.finish(key.get())
 
 
+class SlotFunctions(NamedTuple):
+    """The functions of a module over chosen keys."""
+
+    choose: Any
+    choose_keys: Any  # without those that are absent; None where none is
+    locate: Any
+
+    @classmethod
+    def of(cls, module: Module, s: Shape) -> SlotFunctions:
+        """Writes the functions."""
+        keys = choose_tile(module, 1) if s.chosen_unit > 1 else None
+        return cls(choose_tile(module, s.chosen_unit), keys, locate_chosen(module))
+
+
 class Choice:
     """A task's walk through its list of chosen keys, tile by tile."""
 
-    def __init__(self, task: Any, choose: Any, locate: Any, choose_keys: Any = None) -> None:
-        self.task, self.k, self.choose, self.locate_slots, self.choose_keys = task, task.k, choose, locate, choose_keys
-        self.base = self.slots = task.part("slots")
-        self.keys = self.base if choose_keys is None else task.part("chosen_keys")
-        self.zeros, self.counts = task.part("zeros"), self.k.buffer(I64, SPAN // TILE)
+    def __init__(self, task: Any, functions: SlotFunctions) -> None:
+        self.task = task
+        self.k = task.k
+        self.functions = functions
         self.unit = task.s.chosen_unit
+        self.base = self.slots = task.part("slots")
+        self.keys = self.base if functions.choose_keys is None else task.part("chosen_keys")
+        self.zeros = task.part("zeros")
+        self.counts = self.k.buffer(I64, SPAN // TILE)
 
     def fill(self, at: Variable, end: Value) -> tuple[Value, Value, Value]:
         """Fills slots with the keys below `end`, from the list's next one on, of as many whole tiles as have room; and
@@ -138,15 +164,15 @@ class Choice:
         k = self.k
         tiles, filled, keys = (k.variable(k.i64(0)) for _ in range(3))
         with k.forever() as leave_if:
-            key = self.next_key(at)
+            key = self.key_at(at.get())
             leave_if(key >= end)
             past = k.min((key & -TILE) + TILE, end)
             room = (k.i64(TILE) - filled.get()) // self.unit  # keys that have room in any case
-            is_full = k.zext(k.load(I32, k.pointer(at.get()), room * 4), I64) < past
+            is_full = self.key_at(at.get(), room) < past
             leave_if(is_full & (filled.get() > 0))
-            taken = k.call(self.choose, k.pointer(at.get()), past, k.at(self.base, filled.get() * 8))
+            taken = k.call(self.functions.choose, k.pointer(at.get()), past, k.at(self.base, filled.get() * 8))
             if self.unit > 1:
-                k.call(self.choose_keys, k.pointer(at.get()), past, k.at(self.keys, keys.get() * 8))
+                k.call(self.functions.choose_keys, k.pointer(at.get()), past, k.at(self.keys, keys.get() * 8))
             keys.set(keys.get() + (taken & 0xFFFF))
             at.set(at.get() + (taken & 0xFFFF) * 4)
             k.store(taken >> 16, self.counts, tiles.get() * 8)
@@ -154,20 +180,13 @@ class Choice:
             filled.set(filled.get() + (taken >> 16))
         return tiles.get(), filled.get(), keys.get()
 
-    def spread(self, first_key: Variable, first: Value, count: Value, move: Callable[[Value, Value], None]) -> None:
-        """Calls move(key, slot) for the slots of a tile, from `first` on: `key` is the number, among all keys, of what
-        is chosen of the slot's unit; `first_key` goes on.
-        """
-        k = self.k
-        with k.range(0, count) as slot:
-            is_absent = k.load(I64, self.base, (first + slot) * 8) >= ABSENT
-            after = is_absent & (slot & 1).differs(0)
-            move(first_key.get() - k.zext(after, I64), slot)
-            first_key.set(first_key.get() + k.zext(is_absent ^ 1, I64))
+    def each_slot(self, key: Variable, first: Value, count: Value) -> Any:
+        """Loops over the slots of a tile from `first` on, as _each_slot()."""
+        return _each_slot(self.k, self.k.at(self.base, first * 8), count, key)
 
-    def next_key(self, at: Variable) -> Value:
-        """Returns the number of the list's next key."""
-        return self.k.zext(self.k.load(I32, self.k.pointer(at.get())), I64)
+    def key_at(self, address: Value, ahead: Value | int = 0) -> Value:
+        """Returns the number of a list's next key, or of one that many further."""
+        return self.k.zext(self.k.load(I32, self.k.pointer(address), ahead * 4), I64)
 
     @contextlib.contextmanager
     def each_tile(self, tiles: Value) -> Iterator[tuple[Value, Value]]:
@@ -198,7 +217,7 @@ class Choice:
         null = Value(k, k.b.inttoptr(k.i64(0).x, PTR))
         zeros = self.zeros if of_values and self.unit > 1 else null
         pages = k.pointer(self.task.item.pages)
-        k.call(self.locate_slots, k.p["a"], places, pages, base, page_bytes, row, slots, count + AHEAD, zeros)
+        k.call(self.functions.locate, k.p["a"], places, pages, base, page_bytes, row, slots, count + AHEAD, zeros)
 
     def each_absent(self, count: Value) -> Any:
         """Loops over pairs of slots one of which is absent; yields it and its partner."""

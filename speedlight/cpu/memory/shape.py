@@ -96,10 +96,15 @@ class Shape:
         return self.elements > 1 and self.together == 1 and not self.cached
 
     @property
+    def is_masked(self) -> bool:
+        """Has a mask or score that may hide keys."""
+        return self.program is not None and self.program.may_hide
+
+    @property
     def hides(self) -> bool:
         """Has a mask or score that may show keys behind hidden ones."""
         absent = self.chosen and self.chosen_unit > 1
-        return absent or (self.program is not None and self.program.may_hide)
+        return absent or self.is_masked
 
     @property
     def scatters_values(self) -> bool:

@@ -55,35 +55,59 @@ SIDES = {
 }
 
 
+class Sided:
+    """Arrays of a case of SIDES, with kv_heads heads of keys, and the arguments that say how its sequences lie."""
+
+    def __init__(self, name, kv_heads):
+        self.q_packed, self.k_packed, self.q_used, self.k_used = SIDES[name]
+        self.most = 7 if name.startswith("square") else 5
+        self.cu_q, self.cu_k = flash.offsets(4, 1, 2), flash.offsets(6, 2, 5)
+        of_keys = (13, kv_heads, 8) if self.k_packed else (3, 7, kv_heads, 8)
+        self.arrays = made(4, (7, 4, 8) if self.q_packed else (3, self.most, 4, 8), of_keys, of_keys, grad=True)
+        self.ends = {
+            "cu_seqlens_q": self.cu_q if self.q_packed else None,
+            "cu_seqlens_k": self.cu_k if self.k_packed else None,
+        }
+        self.used = {
+            name: None if x is None else torch.tensor(x, dtype=torch.int32)
+            for name, x in (("seqused_q", self.q_used), ("seqused_k", self.k_used))
+        }
+
+    def compare(self, out, lse, **options):
+        """Holds results, and gradients, to those of each sequence by itself; mask: what makes it of the sequence's
+        number, rows and keys.
+        """
+        q, k, v = self.arrays
+        true = torch.zeros(out.shape, dtype=torch.float64)
+        true_lse = torch.full(lse.shape, -math.inf, dtype=torch.float64)
+        mask = options.pop("mask", None)
+        for n in range(3):
+            rows = row_range(self.cu_q, n, self.q_packed, self.q_used, self.most)
+            keys = row_range(self.cu_k, n, self.k_packed, self.k_used, 7)
+            own = (
+                q[rows] if self.q_packed else q[n, rows],
+                *(x[keys] if self.k_packed else x[n, keys] for x in (k, v)),
+            )
+            shown = {} if mask is None else {"mask": mask(n, rows, keys)}
+            found, found_lse = flash.attended(*own, **options, **shown)
+            if self.q_packed:
+                true[rows], true_lse[:, rows] = found, found_lse
+            else:
+                true[n, rows], true_lse[n, :, rows] = found, found_lse
+        agree((out, lse), (true, true_lse))
+        agree((out,), (true,), self.arrays)
+
+
 @pytest.mark.parametrize("name", SIDES)
 @pytest.mark.parametrize("version", [3, 4])
 def test_sequences(version, name):
-    q_packed, k_packed, q_used, k_used = SIDES[name]
-    most = 7 if name.startswith("square") else 5
-    cu_q, cu_k = flash.offsets(4, 1, 2), flash.offsets(6, 2, 5)
-    q, k, v = made(
-        4, (7, 4, 8) if q_packed else (3, most, 4, 8), *[(13, 2, 8) if k_packed else (3, 7, 2, 8)] * 2, grad=True
-    )
-    ends_q, ends_k = cu_q if q_packed else None, cu_k if k_packed else None
-    used = {n: None if x is None else torch.tensor(x, dtype=torch.int32) for n, x in
-            (("seqused_q", q_used), ("seqused_k", k_used))}  # fmt: skip
+    case = Sided(name, kv_heads=2)
     if version == 3:
-        out, lse = v3.flash_attn_varlen_func(q, k, v, ends_q, ends_k, 5, 7, **used, causal=True, return_attn_probs=True)
+        ends = case.ends["cu_seqlens_q"], case.ends["cu_seqlens_k"], 5, 7
+        results = v3.flash_attn_varlen_func(*case.arrays, *ends, **case.used, causal=True, return_attn_probs=True)
     else:
-        out, lse = v4.flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **used, causal=True, return_lse=True
-        )
-    true, true_lse = torch.zeros(out.shape, dtype=torch.float64), torch.full(lse.shape, -math.inf, dtype=torch.float64)
-    for n in range(3):
-        rows, keys = row_range(cu_q, n, q_packed, q_used, most), row_range(cu_k, n, k_packed, k_used, 7)
-        own = (q[rows] if q_packed else q[n, rows], *(x[keys] if k_packed else x[n, keys] for x in (k, v)))
-        found, found_lse = flash.attended(*own, causal=True)
-        if q_packed:
-            true[rows], true_lse[:, rows] = found, found_lse
-        else:
-            true[n, rows], true_lse[n, :, rows] = found, found_lse
-    agree((out, lse), (true, true_lse))
-    agree((out,), (true,), (q, k, v))
+        results = v4.flash_attn_varlen_func(*case.arrays, **case.ends, **case.used, causal=True, return_lse=True)
+    case.compare(*results, causal=True)
 
 
 def gathered(tokens, most, count):
@@ -103,30 +127,16 @@ def shown_by(chosen, keys):
 @pytest.mark.parametrize("name", SIDES)
 def test_gathered_keys(name, causal):
     """Numbers count in each sequence; one past its keys is none."""
-    q_packed, k_packed, q_used, k_used = SIDES[name]
-    most = 7 if name.startswith("square") else 5
-    cu_q, cu_k = flash.offsets(4, 1, 2), flash.offsets(6, 2, 5)
-    q, k, v = made(
-        4, (7, 4, 8) if q_packed else (3, most, 4, 8), *[(13, 1, 8) if k_packed else (3, 7, 1, 8)] * 2, grad=True
-    )
-    chosen = gathered(7, 7, 4) if q_packed else gathered(3 * most, 7, 4).view(3, most, 4)
-    ends = {"cu_seqlens_q": cu_q if q_packed else None, "cu_seqlens_k": cu_k if k_packed else None}
-    used = {n: None if x is None else torch.tensor(x) for n, x in (("seqused_q", q_used), ("seqused_k", k_used))}
+    case = Sided(name, kv_heads=1)
+    chosen = gathered(7, 7, 4) if case.q_packed else gathered(3 * case.most, 7, 4).view(3, case.most, 4)
     out, lse = v4.flash_attn_varlen_func(
-        q, k, v, **ends, **used, gather_kv_indices=chosen, causal=causal, return_lse=True
+        *case.arrays, **case.ends, **case.used, gather_kv_indices=chosen, causal=causal, return_lse=True
     )
-    true, true_lse = torch.zeros(out.shape, dtype=torch.float64), torch.full(lse.shape, -math.inf, dtype=torch.float64)
-    for n in range(3):
-        rows, keys = row_range(cu_q, n, q_packed, q_used, most), row_range(cu_k, n, k_packed, k_used, 7)
-        own = (q[rows] if q_packed else q[n, rows], *(x[keys] if k_packed else x[n, keys] for x in (k, v)))
-        mask = shown_by(chosen[rows] if q_packed else chosen[n, rows], keys.stop - keys.start)
-        found, found_lse = flash.attended(*own, causal=causal, mask=mask)
-        if q_packed:
-            true[rows], true_lse[:, rows] = found, found_lse
-        else:
-            true[n, rows], true_lse[n, :, rows] = found, found_lse
-    agree((out, lse), (true, true_lse))
-    agree((out,), (true,), (q, k, v))
+
+    def mask(n, rows, keys):
+        return shown_by(chosen[rows] if case.q_packed else chosen[n, rows], keys.stop - keys.start)
+
+    case.compare(out, lse, causal=causal, mask=mask)
 
 
 @pytest.mark.parametrize("shared", [False, True])

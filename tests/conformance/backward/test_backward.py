@@ -15,7 +15,7 @@ from engines import tuned
 from expressions import BIAS, LENGTH, masks, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import DIMS, DTYPES, HUGE, flow_of, numpy_dtype, qkv
+from problems import DIMS, DTYPES, HUGE, PLACES_AND_SCALES, flow_of, numpy_dtype, qkv
 from repeated import forget
 from tolerance import assert_gradients, assert_within
 
@@ -73,15 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "top-left": {"causal": "top-left"},
     "positions": {"causal": True, "q_start": 77},
-    "before the keys": {"causal": True, "q_start": -60},
-    "of each": {"causal": True, "q_start": [-300, 191]},
-    "a shard": {"causal": True, "q_start": 2100, "k_start": 2048},
-    "far": {"causal": True, "q_start": (1 << 40) + 100, "k_start": 1 << 40},
-    "lengths": {"q_lengths": [200, 31], "k_lengths": [3, 150]},
-    "no keys": {"k_lengths": [0, 150], "causal": True},
-    "no queries": {"q_lengths": [0, 200], "causal": True},
-    "negative scale": {"scale": -0.7, "causal": True},
-    "no scale": {"scale": 0.0},
+    **PLACES_AND_SCALES,
     "small scale": {"scale": 1e-30},
     "dropout": {"dropout": 0.3, "seed": (1 << 63) + 5, "causal": True},
     "sinks": {"sink_logits": [0.3, -INF, 2.0, 40.0], "causal": True},

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import FULL
-from problems import DTYPES, LENGTHS, PATTERNS, Pack, qkv, random_problem
+from problems import DTYPES, LENGTHS, PATTERNS, PLACES_AND_SCALES, Pack, qkv, random_problem
 from tolerance import assert_within
 
 import speedlight as sl
@@ -88,15 +88,7 @@ def test_dims_that_models_have(isa, rng, dtype):
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
     "top-left": {"causal": "top-left"},
-    "before the keys": {"causal": True, "q_start": -60},
-    "of each": {"causal": True, "q_start": [-300, 191]},
-    "a shard": {"causal": True, "q_start": 2100, "k_start": 2048},
-    "far": {"causal": True, "q_start": (1 << 40) + 100, "k_start": 1 << 40},
-    "lengths": {"q_lengths": [200, 31], "k_lengths": [3, 150]},
-    "no keys": {"k_lengths": [0, 150], "causal": True},
-    "no queries": {"q_lengths": [0, 200], "causal": True},
-    "negative scale": {"scale": -0.7, "causal": True},
-    "no scale": {"scale": 0.0},
+    **PLACES_AND_SCALES,
     "sinks": {"sink_logits": [0.3, -INF, 2.0, 40.0], "causal": True},
     "window": {"window": (20, 3)},
     "dense": {"mask": np.arange(200 * 250).reshape(200, 250) % 7 != 0, "score": np.linspace(-2, 2, 250)[None]},
